@@ -1,0 +1,177 @@
+"""Pixels -> resized and padded size -> grid -> patches -> tokens, in plain integers.
+
+The one place that counts: the image processor, the metadata builder, buffers, budgets and placeholders all call it.
+The rule is the published Kimi-VL image processor's: an image whose whole patches number more than `in_token_limit` is
+shrunk by one common factor; then both sides are padded up to a multiple of `patch_size * merge`. Padding comes AFTER
+the limit, so a padded grid may hold more patches than the limit: bounds downstream use `ImageGeometry.patches`.
+"""
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PATCH_SIZE = 14
+MERGE_KERNEL_SIZE = (2, 2)
+IN_TOKEN_LIMIT = 4096
+MAX_GRID_SIDE = 512  # a side of this many patches or more is refused, as the published processor does
+
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ImageGeometry:
+    """Every size one image goes through, in pixels; `grid_h` and `grid_w` in patches.
+
+    `content_width` and `content_height` are the pixels of the resized picture that are kept; the rest of the padded
+    size, to the right and below, is padding. With `pad_input=False` they are the centre crop and there is no padding.
+    """
+
+    width: int
+    height: int
+    resized_width: int
+    resized_height: int
+    content_width: int
+    content_height: int
+    padded_width: int
+    padded_height: int
+    grid_h: int
+    grid_w: int
+    merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE
+
+    @property
+    def grid_hw(self) -> Grid:
+        return (self.grid_h, self.grid_w)
+
+    @property
+    def patches(self) -> int:
+        """Rows this image adds to the encoder's packed sequence."""
+        return num_patches(self.grid_hw)
+
+    @property
+    def tokens(self) -> int:
+        """Rows this image adds to the language model's sequence (and placeholders in the prompt)."""
+        return num_tokens(self.grid_hw, self.merge_kernel_size)
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the padded pixels that is padding, 0 <= share < 1."""
+        return 1 - self.content_width * self.content_height / (self.padded_width * self.padded_height)
+
+
+def num_patches(grid_hw: Grid) -> int:
+    """Patches of one grid (h, w): h * w."""
+    return grid_hw[0] * grid_hw[1]
+
+
+def num_tokens(grid_hw: Grid, merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE) -> int:
+    """Merged tokens of one grid (h, w): (h // kh) * (w // kw). ValueError if the kernel does not divide the grid."""
+    (h, w), (kh, kw) = grid_hw, merge_kernel_size
+    if h % kh or w % kw:
+        raise ValueError(f"grid {h}x{w} (h x w, patches) is not divisible by the merge kernel {kh}x{kw}")
+    return (h // kh) * (w // kw)
+
+
+def as_grid_list(grid_hws: Any) -> list[Grid]:
+    """`(n, 2)` grids as a list of plain integer pairs (h, w).
+
+    Takes a list of pairs, a numpy array or a HOST tensor. Grids never leave the host (that is what makes a forward
+    free of device reads), so a tensor on another device is a ValueError; so is anything not positive, not whole or not
+    of shape (n, 2).
+    """
+    device = getattr(grid_hws, "device", None)
+    if device is not None and getattr(device, "type", device) != "cpu":
+        raise ValueError(f"grid_hws must stay on the host (cpu), got a tensor on {device}: keep the processor's tensor")
+    if hasattr(grid_hws, "tolist"):
+        grid_hws = grid_hws.tolist()
+    try:
+        grids = [(operator.index(h), operator.index(w)) for h, w in grid_hws]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"grid_hws must be (n, 2) integers (h, w) in patches, got {grid_hws!r:.200}") from error
+    for h, w in grids:
+        if not (0 < h < MAX_GRID_SIDE and 0 < w < MAX_GRID_SIDE):
+            raise ValueError(f"grid {h}x{w} (h x w, patches) is out of range: each side must be 1 to {MAX_GRID_SIDE - 1}")
+    return grids
+
+
+def patch_counts(grid_hws: Iterable[Grid]) -> list[int]:
+    """Patches of each grid."""
+    return [num_patches(grid) for grid in grid_hws]
+
+
+def token_counts(grid_hws: Iterable[Grid], merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE) -> list[int]:
+    """Merged tokens of each grid."""
+    return [num_tokens(grid, merge_kernel_size) for grid in grid_hws]
+
+
+def image_geometry(
+    width: int,
+    height: int,
+    *,
+    in_token_limit: int = IN_TOKEN_LIMIT,
+    patch_size: int = PATCH_SIZE,
+    merge_kernel_size: Sequence[int] = MERGE_KERNEL_SIZE,
+    pad_input: bool = True,
+) -> ImageGeometry:
+    """The geometry of one image of `width` x `height` pixels.
+
+    Args:
+        in_token_limit: most whole patches the image may hold BEFORE padding; above it the image is shrunk. Never
+            enlarges.
+        pad_input: True pads right and below to multiples of `patch_size * merge`; False centre-crops to multiples of
+            `patch_size` (the grid may then not be mergeable, and `tokens` says so).
+
+    Raises:
+        ValueError: a size or limit that is not a positive integer, a side of `MAX_GRID_SIDE` patches or more, or,
+            without padding, a side smaller than one patch.
+
+    Source: the published KimiVLImageProcessor (rescale, then pad or crop, then the 512 check).
+    """
+    kh, kw = merge_kernel_size
+    settings = {"width": width, "height": height, "in_token_limit": in_token_limit, "patch_size": patch_size}
+    for name, value in (*settings.items(), ("merge_kernel_size", kh), ("merge_kernel_size", kw)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+    resized_width, resized_height = width, height
+    whole_patches = (width // patch_size) * (height // patch_size)
+    if whole_patches > in_token_limit:
+        scale = math.sqrt(in_token_limit / whole_patches)
+        resized_width, resized_height = max(1, int(width * scale)), max(1, int(height * scale))
+
+    if pad_input:
+        content_width, content_height = resized_width, resized_height
+        padded_width = _round_up(resized_width, patch_size * kw)
+        padded_height = _round_up(resized_height, patch_size * kh)
+    else:
+        content_width = padded_width = resized_width // patch_size * patch_size
+        content_height = padded_height = resized_height // patch_size * patch_size
+        if not (padded_width and padded_height):
+            raise ValueError(
+                f"image {width}x{height} is {resized_width}x{resized_height} px after resizing: without padding each "
+                f"side needs at least one patch of {patch_size} px"
+            )
+    grid_h, grid_w = padded_height // patch_size, padded_width // patch_size
+    if grid_h >= MAX_GRID_SIDE or grid_w >= MAX_GRID_SIDE:
+        raise ValueError(
+            f"image {width}x{height} gives a grid of {grid_h}x{grid_w} patches (h x w): "
+            f"each side must stay below {MAX_GRID_SIDE}"
+        )
+    return ImageGeometry(
+        width=width,
+        height=height,
+        resized_width=resized_width,
+        resized_height=resized_height,
+        content_width=content_width,
+        content_height=content_height,
+        padded_width=padded_width,
+        padded_height=padded_height,
+        grid_h=grid_h,
+        grid_w=grid_w,
+        merge_kernel_size=(kh, kw),
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
