@@ -1,11 +1,11 @@
 """Configurations that read the published Kimi-VL `config.json` unchanged, and the switches of the encoder.
 
-`MoonViTConfig` and `KimiVLConfig` say WHAT is computed and are saved with a checkpoint; `EncoderOptions` says HOW, gives
-the same values whatever it holds, and is never saved.
+`MoonViTConfig` and `KimiVLConfig` say WHAT is computed and are saved with a checkpoint; `EncoderOptions` says HOW,
+gives the same values whatever it holds, and is never saved.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -15,12 +15,12 @@ from transformers.models.deepseek_v3 import DeepseekV3Config
 from .geometry import MERGE_KERNEL_SIZE, PATCH_SIZE
 
 # Small presets keep the published head size (72) and the ratio of the MLP; their heads split over 1, 2 or 4 ranks.
-_VISION_PRESETS: dict[str, dict[str, int]] = {
+_VISION_PRESETS: dict[str, dict[str, Any]] = {
     "kimi-vl-a3b": {},
     "lab": {"hidden_size": 288, "num_attention_heads": 4, "num_hidden_layers": 6, "intermediate_size": 1076},
     "tiny": {"hidden_size": 288, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 576},
 }
-_TEXT_PRESETS: dict[str, dict[str, int]] = {
+_TEXT_PRESETS: dict[str, dict[str, Any]] = {
     "lab": {"hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 1024, "moe_intermediate_size": 256},
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "moe_intermediate_size": 32},
 }
@@ -48,7 +48,7 @@ class MoonViTConfig(PreTrainedConfig):
     intermediate_size: int = 4304
     init_pos_emb_height: int = 64
     init_pos_emb_width: int = 64
-    merge_kernel_size: tuple[int, int] | list[int] = MERGE_KERNEL_SIZE
+    merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE
     hidden_act: str = "gelu_pytorch_tanh"
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
@@ -80,7 +80,7 @@ class MoonViTConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "MoonViTConfig":
-        """"kimi-vl-a3b" (the published tower), "lab" (a photograph in a fraction of a second on a laptop), "tiny"."""
+        """ "kimi-vl-a3b" (the published tower), "lab" (a photograph in a fraction of a second on a laptop), "tiny"."""
         return cls(**{**_preset(_VISION_PRESETS, name), **overrides})
 
 
@@ -90,8 +90,8 @@ class KimiVLConfig(PreTrainedConfig):
     model_type = "kimi_vl"
     sub_configs = {"vision_config": MoonViTConfig, "text_config": DeepseekV3Config}
 
-    vision_config: dict | PreTrainedConfig | None = None
-    text_config: dict | PreTrainedConfig | None = None
+    vision_config: MoonViTConfig = field(default_factory=MoonViTConfig)
+    text_config: DeepseekV3Config = field(default_factory=DeepseekV3Config)
     ignore_index: int = -100
     media_placeholder_token_id: int = 163605
     pad_token_id: int | None = 163839
@@ -102,8 +102,7 @@ class KimiVLConfig(PreTrainedConfig):
         for key, config_class in type(self).sub_configs.items():
             value = getattr(self, key)
             if not isinstance(value, PreTrainedConfig):
-                value = config_class(**(value or {}))
-            setattr(self, key, value)
+                setattr(self, key, config_class(**(value or {})))
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -128,7 +127,7 @@ class EncoderOptions:
     attention: str = "auto"
 
 
-def _preset(table: dict[str, dict[str, int]], name: str) -> dict[str, int]:
+def _preset(table: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
     if name not in table:
         raise ValueError(f"unknown preset {name!r}: one of {', '.join(table)}")
     return table[name]

@@ -91,7 +91,7 @@ def as_grid_list(grid_hws: Any) -> list[Grid]:
         raise ValueError(f"grid_hws must be (n, 2) integers (h, w) in patches, got {grid_hws!r:.200}") from error
     for h, w in grids:
         if not (0 < h < MAX_GRID_SIDE and 0 < w < MAX_GRID_SIDE):
-            raise ValueError(f"grid {h}x{w} (h x w, patches) is out of range: each side must be 1 to {MAX_GRID_SIDE - 1}")
+            raise ValueError(f"grid {h}x{w} (h x w, patches): each side must be 1 to {MAX_GRID_SIDE - 1}")
     return grids
 
 

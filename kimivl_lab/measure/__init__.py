@@ -1,0 +1,1 @@
+"""Measuring: one timing function, provenance of the machine, and records that survive a failed run."""

@@ -1,0 +1,1 @@
+"""MoonViT: patches in, packed features out, one module a stage."""

@@ -1,0 +1,116 @@
+"""The vision tower: `pixel_values` and grids in, one packed (T, 4, D) tensor out, always.
+
+A plain torch module; transformers' PreTrainedModel gives it initialisation, saving and loading. Parameter names are the
+published checkpoint's, less their `vision_tower.` prefix.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import initialization as init
+
+from ..config import EncoderOptions, MoonViTConfig
+from ..geometry import Grid
+from .attention import resolve_attention
+from .checkpoint import StrictPreTrainedModel
+from .layers import MoonVitEncoder
+from .merger import patch_merger_packed
+from .metadata import EncoderMetadata, prepare_encoder_metadata
+from .patch_embed import MoonVisionPatchEmbed
+from .position import Learnable2DInterpPosEmb
+from .rope import Rope2DPosEmb
+
+
+class MoonVitPretrainedModel(StrictPreTrainedModel):
+    """MoonViT.
+
+    Args:
+        config: what to compute.
+        options: how to compute it; any choice gives the same values.
+    """
+
+    config_class = MoonViTConfig
+    config: MoonViTConfig
+    main_input_name = "pixel_values"
+    input_modalities = ["image"]
+    _no_split_modules = ["MoonVitEncoderLayer"]
+    _checkpoint_renames = {r"^(model\.)?vision_tower\.": ""}
+    _checkpoint_ignores = r"^(model\.)?(language_model|multi_modal_projector|mm_projector|lm_head)\."
+
+    def __init__(self, config: MoonViTConfig, options: EncoderOptions | None = None) -> None:
+        super().__init__(config)
+        self.options = options or EncoderOptions()
+        self.patch_embed = MoonVisionPatchEmbed(config)
+        self.encoder = MoonVitEncoder(config)
+        self.rope_2d = Rope2DPosEmb(config.head_dim)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Learnable2DInterpPosEmb):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+
+    def set_options(self, **changes: Any) -> None:
+        """Changes switches, by `EncoderOptions`' names."""
+        self.options = replace(self.options, **changes)
+
+    def prepare_encoder_metadata(
+        self,
+        grid_hws: Sequence[Grid] | Tensor,
+        max_images: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> EncoderMetadata:
+        """Everything grid-dependent of one forward, from host integers; see `EncoderMetadata`."""
+        return prepare_encoder_metadata(
+            grid_hws,
+            pos_emb=self.patch_embed.pos_emb,
+            rope=self.rope_2d,
+            merge_kernel_size=self.config.merge_kernel_size,
+            max_images=max_images,
+            device=device,
+            dtype=self.dtype,
+        )
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        image_grid_hws: Sequence[Grid] | Tensor | None = None,
+        *,
+        encoder_metadata: EncoderMetadata | None = None,
+    ) -> Tensor:
+        """Encodes all images of a batch.
+
+        Args:
+            pixel_values: (L, 3, 14, 14), normalised floats or raw uint8; moved to the tower's device.
+            image_grid_hws: (n, 2) host integers (h, w) in patches, or
+            encoder_metadata: what `prepare_encoder_metadata` made of them. Exactly one of the two.
+
+        Returns:
+            (T, 4, D) packed features, T = L / 4, in the order of the images; `split_image_features` cuts them.
+
+        Raises:
+            ValueError: grids and pixels that do not add up, or not exactly one of grids and metadata.
+        """
+        if image_grid_hws is not None and encoder_metadata is None:
+            encoder_metadata = self.prepare_encoder_metadata(image_grid_hws)
+        elif image_grid_hws is not None or encoder_metadata is None:
+            raise ValueError("give exactly one of image_grid_hws and encoder_metadata")
+        self._check_pixels(pixel_values, encoder_metadata)
+        x = self.patch_embed(pixel_values.to(self.device, non_blocking=True), encoder_metadata.pos_embeds)  # (L, D)
+        x = self.encoder(x, encoder_metadata, resolve_attention(self.options.attention))  # (L, D)
+        return patch_merger_packed(x, encoder_metadata.merge_gather_idx, self.config.merge_size)  # (T, 4, D)
+
+    def _check_pixels(self, pixel_values: Tensor, metadata: EncoderMetadata) -> None:
+        side = self.config.patch_size
+        if pixel_values.ndim != 4 or tuple(pixel_values.shape[1:]) != (3, side, side):
+            raise ValueError(f"pixel_values must be (L, 3, {side}, {side}), got {tuple(pixel_values.shape)}")
+        if not (pixel_values.is_floating_point() or pixel_values.dtype == torch.uint8):
+            raise ValueError(f"pixel_values must be normalised floats or raw uint8, got {pixel_values.dtype}")
+        if pixel_values.shape[0] != metadata.num_patches:
+            raise ValueError(
+                f"pixel_values hold {pixel_values.shape[0]} patches, the grids need {metadata.num_patches}"
+            )

@@ -1,0 +1,43 @@
+"""Patches -> vectors: a 14x14 convolution of stride 14 written as what it is: a linear map on a patch's 588 numbers.
+
+The parameter keeps the convolution's name and shape, [D, 3, 14, 14], so the published weights load one to one.
+
+uint8 patches: the processor's normalisation x = (u/255 - 0.5) / 0.5 is folded into the map. With v = (u - 128) / 128,
+exact in bfloat16 for every u, x = (256 v + 1) / 255, so W x + b = (256/255 W) v + (b + sum(W) / 255).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import MoonViTConfig
+from .position import Learnable2DInterpPosEmb
+
+_UINT8_SCALE = 256 / 255
+_UINT8_SHIFT = 1 / 255
+
+
+class MoonVisionPatchEmbed(nn.Module):
+    """`proj` (patch embedding) and `pos_emb` (position table)."""
+
+    def __init__(self, config: MoonViTConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size)
+        self.pos_emb = Learnable2DInterpPosEmb(
+            config.init_pos_emb_height, config.init_pos_emb_width, config.hidden_size
+        )
+
+    def forward(self, pixel_values: Tensor, pos_embeds: Tensor) -> Tensor:
+        """(L, 3, 14, 14) patches and (L, D) position embeddings -> (L, D)."""
+        return self.project(pixel_values) + pos_embeds
+
+    def project(self, pixel_values: Tensor) -> Tensor:
+        """(L, 3, 14, 14) normalised patches, or uint8 patches as they come from the picture -> (L, D)."""
+        patches = pixel_values.flatten(1)  # (L, 588)
+        weight, bias = self.proj.weight.flatten(1), self.proj.bias
+        assert bias is not None
+        if pixel_values.dtype == torch.uint8:
+            bias = (bias.float() + weight.float().sum(1) * _UINT8_SHIFT).to(weight.dtype)
+            weight = weight * _UINT8_SCALE
+            patches = (patches.to(weight.dtype) - 128) / 128
+        return F.linear(patches.to(weight.dtype), weight, bias)
