@@ -40,6 +40,7 @@ class MoonViTConfig(PreTrainedConfig):
     """
 
     model_type = "moonvit"
+    base_config_key = "vision_config"
 
     patch_size: int = PATCH_SIZE
     num_attention_heads: int = 16

@@ -1,0 +1,1 @@
+"""Benchmarks, one module each, runnable alone: `python -m kimivl_lab.bench.<name> --help`."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..config import MoonViTConfig
 from .position import Learnable2DInterpPosEmb
+from .precision import compute_dtype
 
 _UINT8_SCALE = 256 / 255
 _UINT8_SHIFT = 1 / 255
@@ -37,7 +38,8 @@ class MoonVisionPatchEmbed(nn.Module):
         weight, bias = self.proj.weight.flatten(1), self.proj.bias
         assert bias is not None
         if pixel_values.dtype == torch.uint8:
-            bias = (bias.float() + weight.float().sum(1) * _UINT8_SHIFT).to(weight.dtype)
-            weight = weight * _UINT8_SCALE
+            precise = weight.to(compute_dtype(weight.dtype))
+            bias = (bias + precise.sum(1) * _UINT8_SHIFT).to(weight.dtype)
+            weight = (precise * _UINT8_SCALE).to(weight.dtype)
             patches = (patches.to(weight.dtype) - 128) / 128
         return F.linear(patches.to(weight.dtype), weight, bias)

@@ -1,0 +1,53 @@
+"""Shared builders: towers and pixels with contents that reveal order."""
+
+import pytest
+import torch
+
+from kimivl_lab import EncoderOptions, KimiVLConfig, KimiVLEncoder, MoonViTConfig, MoonVitPretrainedModel
+from kimivl_lab.geometry import patch_counts
+
+MIXED_GRIDS = [(4, 6), (2, 2), (10, 4), (2, 12)]
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Weights large enough that every stage matters: biases, norms and the position table included."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                parameter.copy_(1 + 0.2 * noise)
+            elif parameter.ndim > 1 and "pos_emb" not in name:
+                parameter.copy_(noise / parameter[0].numel() ** 0.5)
+            else:
+                parameter.copy_(0.3 * noise)
+    return module
+
+
+def tiny_tower(seed: int = 0, options: EncoderOptions | None = None, **overrides) -> MoonVitPretrainedModel:
+    return randomise(MoonVitPretrainedModel(MoonViTConfig.preset("tiny", **overrides), options), seed).eval()
+
+
+def tiny_encoder(seed: int = 0) -> KimiVLEncoder:
+    return randomise(KimiVLEncoder(KimiVLConfig.preset("tiny")), seed).eval()
+
+
+def pixels_for(grids, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    """Different contents in every patch, of unit scale."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=generator).to(dtype)
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of the wanted."""
+    assert got.shape == want.shape, (got.shape, want.shape)
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
