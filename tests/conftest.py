@@ -1,5 +1,7 @@
 """Shared builders: towers and pixels with contents that reveal order."""
 
+from typing import TypeVar
+
 import pytest
 import torch
 
@@ -18,7 +20,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
-def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+def randomise(module: Module, seed: int) -> Module:
     """Weights large enough that every stage matters: biases, norms and the position table included."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

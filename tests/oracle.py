@@ -108,13 +108,8 @@ def stages(weights: dict, config, pixels: torch.Tensor, grids: list) -> dict:
                 results["block0"].append(x)
         x = layer_norm(x, weights["encoder.final_layernorm.weight"], weights["encoder.final_layernorm.bias"])
         results["final_norm"].append(x)
-        order = [
-            (a * 2 + r) * w + c * 2 + s
-            for a in range(h // 2)
-            for c in range(w // 2)
-            for r in range(2)
-            for s in range(2)
-        ]
+        windows = [(a, c) for a in range(h // 2) for c in range(w // 2)]
+        order = [(a * 2 + r) * w + c * 2 + s for a, c in windows for r in range(2) for s in range(2)]
         results["merged"].append(x[order].reshape(h * w // 4, 4, -1))
     return {name: torch.cat(parts) for name, parts in results.items()}
 

@@ -46,7 +46,8 @@ def kimi_k25_tower(tower: MoonVitPretrainedModel, attention: str = "sdpa") -> Ki
             else:
                 mapped[f"{prefix}{_LAYER_NAMES[module]}.{kind}"] = value
     peer.load_state_dict({name: value.detach() for name, value in mapped.items()}, strict=True)
-    peer.rotary_emb.inv_freq, _ = peer.rotary_emb.compute_axial_rope_parameters(config, device=tower.device)  # uncast
+    angles, _ = peer.rotary_emb.compute_axial_rope_parameters(config)
+    peer.rotary_emb.inv_freq = angles.to(tower.device)  # the cast to the tower's dtype rounded them
     return peer
 
 
