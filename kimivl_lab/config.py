@@ -123,9 +123,13 @@ class EncoderOptions:
     """Switches that change how the tower computes, never what.
 
     attention: a name in `kimivl_lab.moonvit.attention.ATTENTION_BACKENDS`, or "auto": the first that this device runs.
+    position: "interpolate" (the reference), "gather", "separable" or "cached"; see `kimivl_lab.moonvit.position`.
+    rope: "complex" (the reference), "real", "compiled", "in_place" or "auto"; see `kimivl_lab.moonvit.rope`.
     """
 
     attention: str = "auto"
+    position: str = "cached"
+    rope: str = "auto"
 
 
 def _preset(table: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def test_a_control_the_parity_test_must_reject():
     with torch.no_grad():
         want = tower(pixels, [(2, 12)])
         swapped = tower.prepare_encoder_metadata([(2, 12)])
-        transposed = angles([(12, 2)]).view(2, 12, 2, -1).transpose(1, 2).reshape(2, 24, -1)
+        transposed = angles([(12, 2)]).view(12, 2, -1, 2).transpose(0, 1).reshape(24, -1, 2)
         object.__setattr__(swapped, "rope_cos_sin", transposed)
         assert relative_error(tower(pixels, encoder_metadata=swapped), want) > 1e-3
 

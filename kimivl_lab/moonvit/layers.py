@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..config import MoonViTConfig
 from .attention import PackedAttention
 from .metadata import EncoderMetadata
-from .rope import apply_rope
+from .rope import Rotation
 
 
 class MLP2(nn.Module):
@@ -36,11 +36,11 @@ class MoonVitEncoderLayer(nn.Module):
         self.wo = nn.Linear(config.hidden_size, config.hidden_size)
         self.mlp = MLP2(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, metadata: EncoderMetadata, freqs_cis: Tensor, attend: PackedAttention) -> Tensor:
+    def forward(self, x: Tensor, metadata: EncoderMetadata, rotate: Rotation, attend: PackedAttention) -> Tensor:
         """(L, D) -> (L, D)."""
         qkv = self.wqkv(self.norm0(x)).unflatten(-1, (3, self.num_heads, -1))  # (L, 3, heads, d)
-        q, k, v = qkv.unbind(1)  # (L, heads, d) each
-        q, k = apply_rope(q, k, freqs_cis)
+        q, k = rotate(qkv[:, :2], metadata.rope_cos_sin).unbind(1)  # (L, heads, d) each
+        v = qkv[:, 2]
         x = x + self.wo(attend(q, k, v, metadata).flatten(1))
         return x + self.mlp(self.norm1(x))
 
@@ -53,9 +53,8 @@ class MoonVitEncoder(nn.Module):
         self.blocks = nn.ModuleList(MoonVitEncoderLayer(config) for _ in range(config.num_hidden_layers))
         self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, x: Tensor, metadata: EncoderMetadata, attend: PackedAttention) -> Tensor:
+    def forward(self, x: Tensor, metadata: EncoderMetadata, rotate: Rotation, attend: PackedAttention) -> Tensor:
         """(L, D) -> (L, D)."""
-        freqs_cis = metadata.rope_freqs_cis
         for block in self.blocks:
-            x = block(x, metadata, freqs_cis, attend)
+            x = block(x, metadata, rotate, attend)
         return self.final_layernorm(x)

@@ -25,7 +25,7 @@ class EncoderMetadata:
     Attributes:
         grid_hws: the n grids (h, w), host integers.
         pos_embeds: (L, D), the tower's dtype.
-        rope_cos_sin: (2, L, head_dim/2), float32.
+        rope_cos_sin: (L, head_dim/2, 2), float32 pairs (cos, sin).
         cu_seqlens: (m + 1,) int32, offsets of the images in patches; the tail past n repeats L.
         max_seqlen: an upper bound of the longest image in PATCHES; any larger bound gives the same values.
         merge_gather_idx: (L,) int64, packed patch of each row in merged order.
@@ -49,8 +49,8 @@ class EncoderMetadata:
 
     @property
     def rope_freqs_cis(self) -> Tensor:
-        """(L, head_dim/2) complex factors: the engines' form, made from `rope_cos_sin`."""
-        return torch.complex(*self.rope_cos_sin.unbind(0))
+        """(L, head_dim/2) complex64 factors: the engines' form, a view of `rope_cos_sin`."""
+        return torch.view_as_complex(self.rope_cos_sin)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "EncoderMetadata":
         """The same metadata with its tensors on `device`."""
@@ -72,6 +72,7 @@ def prepare_encoder_metadata(
     max_images: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    position: str = "interpolate",
 ) -> EncoderMetadata:
     """Builds the metadata of one packed batch; the only builder there is.
 
@@ -79,6 +80,7 @@ def prepare_encoder_metadata(
         grid_hws: (n, 2) host integers (h, w) in patches: a list of pairs, an array or a host tensor.
         max_images: image slots in `cu_seqlens` (n when None); unused slots are empty segments at the end.
         device, dtype: of the result; the position table's when None.
+        position: implementation of the position embedding, see `kimivl_lab.moonvit.position`.
 
     Raises:
         ValueError: grids that are not (n, 2) positive host integers, are not divisible by the merge kernel, or are more
@@ -97,7 +99,7 @@ def prepare_encoder_metadata(
     offsets += offsets[-1:] * (slots - len(grids))
     return EncoderMetadata(
         grid_hws=tuple(grids),
-        pos_embeds=pos_emb.get_pos_embeds(grids, dtype=dtype).to(device),
+        pos_embeds=pos_emb.get_pos_embeds(grids, dtype, position).to(device),
         rope_cos_sin=rope.get_cos_sin(grids, device=device, dtype=compute_dtype(dtype)),
         cu_seqlens=torch.tensor(offsets, dtype=torch.int32).to(device, non_blocking=True),
         max_seqlen=max(seqlens, default=0),

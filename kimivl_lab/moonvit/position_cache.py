@@ -1,0 +1,161 @@
+"""A bounded, thread-safe cache of tensors that depend on a grid, and the policies worth comparing.
+
+Keys are host integers with a dtype and a device, never an address. What the entries were made from is watched: any
+change of the weights empties the cache. Entries are read-only by contract: callers copy what they hand on.
+
+    PositionCache()                                     least recently used first out, bounded in bytes: the default
+    PositionCache(max_bytes=None, max_entries=256)      least recently used first out, bounded in entries
+    PositionCache(max_bytes=None, max_entries=256, policy="fifo")      as SGLang (0.5.23) keeps it: first in first out
+
+An entry count bounds nothing: 256 grids of 16384 patches at 2304 B a patch are 9 GiB.
+"""
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+DEFAULT_MAX_BYTES = 256 * 2**20
+POLICIES = ("lru", "fifo")
+
+Value = TypeVar("Value", bound=Tensor | tuple[Tensor, ...])
+
+
+@dataclass
+class CacheStats:
+    """Counters since the cache was made; `entries` and `bytes` are what it holds now."""
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    invalidations: int = 0
+    entries: int = 0
+    bytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over lookups, 0 without lookups."""
+        lookups = self.hits + self.misses
+        return self.hits / lookups if lookups else 0.0
+
+
+class PositionCache:
+    """Args:
+    max_bytes: most bytes of all entries together (None: no such bound); a larger entry is made but not kept.
+    max_entries: most entries (None: no such bound).
+    policy: what goes first when a bound is reached: "lru", the least recently used, or "fifo", the oldest.
+    """
+
+    def __init__(
+        self, *, max_bytes: int | None = DEFAULT_MAX_BYTES, max_entries: int | None = None, policy: str = "lru"
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"unknown cache policy {policy!r}: one of {', '.join(POLICIES)}")
+        if max_bytes is None and max_entries is None:
+            raise ValueError("a cache needs a bound: give max_bytes, max_entries or both")
+        for name, bound in (("max_bytes", max_bytes), ("max_entries", max_entries)):
+            if bound is not None and bound < 0:
+                raise ValueError(f"{name} must not be negative, got {bound}")
+        self.max_bytes = max_bytes
+        self.max_entries = max_entries
+        self.policy = policy
+        self.stats = CacheStats()
+        self._entries: OrderedDict[Hashable, tuple[Tensor | tuple[Tensor, ...], int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._watched: _WeightState | None = None
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The entry of `key`, made by `make()` when it is not there. Read-only: copy before handing it on."""
+        with self._lock:
+            found = self._entries.get(key)
+            if found is not None:
+                self.stats.hits += 1
+                if self.policy == "lru":
+                    self._entries.move_to_end(key)
+                return cast(Value, found[0])
+            self.stats.misses += 1
+            generation = self._generation
+        value = make()
+        with self._lock:
+            if generation == self._generation and key not in self._entries:
+                self._keep(key, value)
+        return value
+
+    def watch(self, weight: Tensor) -> None:
+        """Empties the cache if `weight` is not, bit for bit, what it was at the last call.
+
+        Seen: another tensor or storage, dtype or device, and every in-place update that autograd's version counter
+        counts (optimisers, `load_state_dict`, `copy_`). An update through `.data` escapes that counter; on a CPU a
+        sample of the values finds it, on a GPU a look would cost a sync: call `clear` after such an update.
+        """
+        state = _WeightState(weight)
+        with self._lock:
+            if self._watched is None or self._watched != state:
+                if self._watched is not None:
+                    self.stats.invalidations += 1
+                self._watched = state
+                self._empty()
+
+    def clear(self) -> None:
+        """Drops every entry; counters stay."""
+        with self._lock:
+            self._empty()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __reduce__(self) -> tuple[Callable[..., "PositionCache"], tuple[int | None, int | None, str]]:
+        """Copies and pickles are empty caches of the same policy: entries are never serialised."""
+        return _same_policy, (self.max_bytes, self.max_entries, self.policy)
+
+    def _keep(self, key: Hashable, value: Tensor | tuple[Tensor, ...]) -> None:
+        size = sum(tensor.nbytes for tensor in (value if isinstance(value, tuple) else (value,)))
+        if (self.max_bytes is not None and size > self.max_bytes) or self.max_entries == 0:
+            return
+        self._entries[key] = (value, size)
+        self.stats.bytes += size
+        while self._over():
+            _, (_, evicted) = self._entries.popitem(last=False)
+            self.stats.bytes -= evicted
+            self.stats.evictions += 1
+        self.stats.entries = len(self._entries)
+
+    def _over(self) -> bool:
+        too_large = self.max_bytes is not None and self.stats.bytes > self.max_bytes
+        return too_large or (self.max_entries is not None and len(self._entries) > self.max_entries)
+
+    def _empty(self) -> None:
+        self._generation += 1
+        self._entries.clear()
+        self.stats.entries = self.stats.bytes = 0
+
+
+class _WeightState:
+    """What tells one state of a weight from another, without keeping the weight alive."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weakref.ref(weight)
+        self.storage = StorageWeakRef(weight.untyped_storage())  # while it lives, no other storage is equal to it
+        self.version = weight._version
+        self.form = (weight.dtype, weight.device, weight.shape)
+        flat = weight.detach().reshape(-1)
+        self.sample = flat[:: max(1, flat.numel() // 1024)].clone() if weight.device.type == "cpu" else None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _WeightState):
+            return NotImplemented
+        same_tensor = self.weight() is other.weight() and self.storage.cdata == other.storage.cdata
+        if not (same_tensor and self.version == other.version and self.form == other.form):
+            return False
+        return self.sample is None or other.sample is None or torch.equal(self.sample, other.sample)
+
+
+def _same_policy(max_bytes: int | None, max_entries: int | None, policy: str) -> PositionCache:
+    return PositionCache(max_bytes=max_bytes, max_entries=max_entries, policy=policy)
