@@ -17,8 +17,7 @@ Where a name is known from elsewhere:
 
 from .config import EncoderOptions, KimiVLConfig, MoonViTConfig
 from .geometry import ImageGeometry, image_geometry
-
-# from .image_processor import KimiVLImageProcessor
+from .image_processor import KimiVLImageProcessor
 from .kimi_vl import KimiVLEncoder
 from .moonvit.merger import build_merge_gather_idx, patch_merger, patch_merger_packed, split_image_features
 from .moonvit.metadata import EncoderMetadata, prepare_encoder_metadata
@@ -30,7 +29,7 @@ __all__ = [
     "ImageGeometry",
     "KimiVLConfig",
     "KimiVLEncoder",
-    # "KimiVLImageProcessor",
+    "KimiVLImageProcessor",
     "MoonViTConfig",
     "MoonVitPretrainedModel",
     "build_merge_gather_idx",

@@ -123,7 +123,8 @@ class EncoderOptions:
     """Switches that change how the tower computes, never what.
 
     attention: a name in `kimivl_lab.moonvit.attention.ATTENTION_BACKENDS`, or "auto": the first that this device runs.
-    position: "interpolate" (the reference), "gather", "separable" or "cached"; see `kimivl_lab.moonvit.position`.
+    position: "interpolate" (the reference), "gather", "separable", "adaptive" or "cached"; see
+        `kimivl_lab.moonvit.position`.
     rope: "complex" (the reference), "real", "compiled", "in_place" or "auto"; see `kimivl_lab.moonvit.rope`.
     """
 

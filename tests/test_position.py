@@ -129,5 +129,5 @@ def test_C12_axis_taps_stay_small_over_every_grid_side():
 
 
 def test_unknown_implementation_lists_the_known():
-    with pytest.raises(ValueError, match="'bilinear'.*interpolate, gather, separable, cached"):
+    with pytest.raises(ValueError, match="'bilinear'.*interpolate, gather, separable, adaptive, cached"):
         table().get_pos_embeds([(2, 2)], implementation="bilinear")

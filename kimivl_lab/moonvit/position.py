@@ -8,27 +8,37 @@ implementation computes in float32 and casts once:
     "gather"       16 weighted rows of the table for each patch
     "separable"    E = A_h P B_w^T. A_h (h, 64) and B_w (w, 64) hold 4 numbers a row, so one axis is resampled with 4
                    taps, then the other with 4. The order that makes fewer rows comes first.
-    "cached"       "separable" behind a `PositionCache`
+    "adaptive"     "gather" or "separable", whichever moves fewer rows: small grids are gathered
+    "cached"       "adaptive" behind a `PositionCache`
+
+An operator works in blocks of a few MiB, which stay in the processor's caches between its two passes, and writes each
+block into its place of the packed result with the one cast.
 
 Source: Learnable2DInterpPosEmb of the published MoonViT; R. Keys, Cubic convolution interpolation, 1981.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..geometry import Grid
+from ..geometry import Grid, patch_counts
 from .position_cache import PositionCache
 from .precision import compute_dtype
 
 KEYS_CONSTANT = -0.75
 AXIS_CACHE_BYTES = 4 * 2**20
 
+_BLOCK_BYTES = 4 * 2**20
+_HUGE_PAGES_FROM = 4 * 2**20
+
 AxisTaps = tuple[Tensor, Tensor]
-PositionOperator = Callable[[Tensor, Grid, Callable[[int, int], AxisTaps]], Tensor]
+AxisTapsOf = Callable[[int, int], AxisTaps]
+PositionOperator = Callable[[Tensor, Grid, AxisTapsOf, Tensor], None]
 
 
 class Learnable2DInterpPosEmb(nn.Module):
@@ -60,21 +70,34 @@ class Learnable2DInterpPosEmb(nn.Module):
         dtype = dtype or self.weight.dtype
         if implementation == "cached" and self._may_cache():
             return self._get_cached(grid_hws, dtype)
-        operator = POSITION_OPERATORS.get(implementation, resample_separable)
+        operator = POSITION_OPERATORS.get(implementation, resample_adaptive)
         table = self._table()
-        parts = [operator(table, grid, self._taps) for grid in grid_hws]
-        return parts[0].to(dtype) if len(parts) == 1 else self._pack(parts, dtype)
+        packed, slices = self._packed(grid_hws, dtype)
+        for grid, rows in zip(grid_hws, slices, strict=True):
+            operator(table, grid, self._taps, packed[rows])
+        return packed
 
     def _get_cached(self, grid_hws: Sequence[Grid], dtype: torch.dtype) -> Tensor:
         self.cache.watch(self.weight)
         table = cache(self._table)  # cast at most once a call, and only when a grid is missing
 
         def make(grid: Grid) -> Tensor:
-            return resample_separable(table(), grid, self._taps).to(dtype)
+            entry, _ = self._packed([grid], dtype)
+            resample_adaptive(table(), grid, self._taps, entry)
+            return entry
 
         device = str(self.weight.device)
-        parts = [self.cache.get((*grid, dtype, device), partial(make, grid)) for grid in grid_hws]
-        return self._pack(parts, dtype)
+        packed, slices = self._packed(grid_hws, dtype)
+        for grid, rows in zip(grid_hws, slices, strict=True):
+            packed[rows].copy_(self.cache.get((*grid, dtype, device), partial(make, grid)))
+        return packed
+
+    def _packed(self, grid_hws: Sequence[Grid], dtype: torch.dtype) -> tuple[Tensor, list[slice]]:
+        """An uninitialised (L, D) result and the rows of each image in it."""
+        ends = list(accumulate(patch_counts(grid_hws)))
+        starts = [0, *ends[:-1]]
+        packed = empty_rows(ends[-1] if ends else 0, self.weight.shape[-1], dtype, self.weight.device)
+        return packed, [slice(start, end) for start, end in zip(starts, ends, strict=False)]
 
     def _may_cache(self) -> bool:
         weight = self.weight
@@ -91,15 +114,6 @@ class Learnable2DInterpPosEmb(nn.Module):
         key = (out_size, in_size, table_dtype, str(device))
         taps: AxisTaps = self.axes.get(key, lambda: axis_taps(out_size, in_size, table_dtype, device))
         return taps
-
-    def _pack(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """A new tensor of all rows; cast and packed in one pass."""
-        packed = self.weight.new_empty((sum(part.shape[0] for part in parts), self.weight.shape[-1]), dtype=dtype)
-        start = 0
-        for part in parts:
-            packed[start : start + part.shape[0]].copy_(part)
-            start += part.shape[0]
-        return packed
 
 
 def axis_taps(out_size: int, in_size: int, dtype: torch.dtype, device: torch.device | str) -> AxisTaps:
@@ -122,40 +136,69 @@ def axis_taps(out_size: int, in_size: int, dtype: torch.dtype, device: torch.dev
         return index.clamp(0, in_size - 1), weights.to(dtype)
 
 
-def resample_interpolate(table: Tensor, grid: Grid, taps: Callable[[int, int], AxisTaps] | None = None) -> Tensor:
-    """(H, W, D) table -> (h*w, D): torch's bicubic."""
+def resample_interpolate(table: Tensor, grid: Grid, taps: AxisTapsOf, out: Tensor) -> None:
+    """(H, W, D) table -> out (h*w, D): torch's bicubic."""
     if table.shape[:2] == grid:
-        return table.flatten(0, 1).clone()
+        out.copy_(table.flatten(0, 1))
+        return
     channels_first = table.permute(2, 0, 1).unsqueeze(0)  # (1, D, H, W)
     resampled = F.interpolate(channels_first, size=grid, mode="bicubic", align_corners=False)  # (1, D, h, w)
-    return resampled.squeeze(0).permute(1, 2, 0).flatten(0, 1)
+    out.copy_(resampled.squeeze(0).permute(1, 2, 0).flatten(0, 1))
 
 
-def resample_gather(table: Tensor, grid: Grid, taps: Callable[[int, int], AxisTaps]) -> Tensor:
-    """(H, W, D) table -> (h*w, D): each patch a weighted sum of 16 rows."""
+def resample_gather(table: Tensor, grid: Grid, taps: AxisTapsOf, out: Tensor) -> None:
+    """(H, W, D) table -> out (h*w, D): each patch a weighted sum of 16 rows."""
     (height, width), (h, w) = table.shape[:2], grid
     if (height, width) == grid:
-        return table.flatten(0, 1).clone()
-    (y_index, y_weight), (x_index, x_weight) = taps(h, height), taps(w, width)
-    index = y_index[:, None, :, None] * width + x_index[None, :, None, :]  # (h, w, 4, 4)
-    weight = y_weight[:, None, :, None] * x_weight[None, :, None, :]
-    return _weighted_rows(table.flatten(0, 1), index.flatten(2), weight.flatten(2))
+        out.copy_(table.flatten(0, 1))
+        return
+    x_index, x_weight = taps(w, width)
+    for y_index, y_weight, rows in _blocks(taps(h, height), w, out):
+        index = y_index[:, None, :, None] * width + x_index[None, :, None, :]  # (block, w, 4, 4)
+        weight = y_weight[:, None, :, None] * x_weight[None, :, None, :]
+        rows.copy_(_weighted_rows(table.flatten(0, 1), index.flatten(2), weight.flatten(2)))
 
 
-def resample_separable(table: Tensor, grid: Grid, taps: Callable[[int, int], AxisTaps]) -> Tensor:
-    """(H, W, D) table -> (h*w, D): one axis with 4 taps, then the other with 4."""
+def resample_separable(table: Tensor, grid: Grid, taps: AxisTapsOf, out: Tensor) -> None:
+    """(H, W, D) table -> out (h*w, D): one axis with 4 taps, then the other with 4."""
     (height, width), (h, w) = table.shape[:2], grid
     if (height, width) == grid:
-        return table.flatten(0, 1).clone()
-    (y_index, y_weight), (x_index, x_weight) = taps(h, height), taps(w, width)
+        out.copy_(table.flatten(0, 1))
+        return
+    flat = table.flatten(0, 1)
+    x_index, x_weight = taps(w, width)
     span = partial(torch.arange, device=table.device)
     if h * width <= height * w:
-        index = y_index[:, None] * width + span(width)[None, :, None]  # (h, W, 4)
-        rows = _weighted_rows(table.flatten(0, 1), index, y_weight[:, None])  # (h*W, D)
-        return _weighted_rows(rows, span(h)[:, None, None] * width + x_index, x_weight)  # (h*w, D)
-    index = span(height)[:, None, None] * width + x_index  # (H, w, 4)
-    columns = _weighted_rows(table.flatten(0, 1), index, x_weight)  # (H*w, D)
-    return _weighted_rows(columns, y_index[:, None] * w + span(w)[None, :, None], y_weight[:, None])  # (h*w, D)
+        for y_index, y_weight, rows in _blocks(taps(h, height), max(w, width), out):
+            index = y_index[:, None] * width + span(width)[:, None]  # (block, W, 4)
+            resampled = _weighted_rows(flat, index, y_weight[:, None])  # (block * W, D)
+            index = span(len(y_index))[:, None, None] * width + x_index  # (block, w, 4)
+            rows.copy_(_weighted_rows(resampled, index, x_weight))
+    else:
+        resampled = _weighted_rows(flat, span(height)[:, None, None] * width + x_index, x_weight)  # (H * w, D)
+        for y_index, y_weight, rows in _blocks(taps(h, height), w, out):
+            index = y_index[:, None] * w + span(w)[:, None]  # (block, w, 4)
+            rows.copy_(_weighted_rows(resampled, index, y_weight[:, None]))
+
+
+def resample_adaptive(table: Tensor, grid: Grid, taps: AxisTapsOf, out: Tensor) -> None:
+    """Whichever of the two above moves fewer rows: each tap is a row read, each row made is written and read once."""
+    (height, width), (h, w) = table.shape[:2], grid
+    between = min(h * width, height * w)
+    gathered = 16 * h * w + 4 * h * w
+    separated = 4 * (between + h * w) + 4 * (between + h * w)
+    operator = resample_separable if separated < gathered else resample_gather
+    operator(table, grid, taps, out)
+
+
+def _blocks(axis: AxisTaps, row_length: int, out: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Taps of consecutive output rows and their part of `out`, in blocks of `row_length` rows an output row."""
+    index, weight = axis
+    step = max(1, _BLOCK_BYTES // (row_length * out.shape[1] * weight.element_size()))
+    width = out.shape[0] // index.shape[0]
+    for start in range(0, index.shape[0], step):
+        end = min(start + step, index.shape[0])
+        yield index[start:end], weight[start:end], out[start * width : end * width]
 
 
 def _weighted_rows(source: Tensor, index: Tensor, weight: Tensor) -> Tensor:
@@ -164,8 +207,18 @@ def _weighted_rows(source: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     return F.embedding_bag(index.flatten(0, 1), source, per_sample_weights=weight, mode="sum")
 
 
+def empty_rows(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised (rows, dim). A large one on a CPU comes from numpy, which asks for huge pages: writing fresh memory
+    in 4 KiB pages costs more than computing what is written."""
+    size = rows * dim * dtype.itemsize
+    if device.type != "cpu" or size < _HUGE_PAGES_FROM:
+        return torch.empty((rows, dim), dtype=dtype, device=device)
+    return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(dtype).view(rows, dim)
+
+
 POSITION_OPERATORS: dict[str, PositionOperator] = {
     "interpolate": resample_interpolate,
     "gather": resample_gather,
     "separable": resample_separable,
+    "adaptive": resample_adaptive,
 }

@@ -1,0 +1,57 @@
+"""What lies in data/: sample photographs and the image sizes of real workloads."""
+
+import csv
+import random
+from pathlib import Path
+
+WORKLOADS = {
+    "coco_val2017": "photographs (COCO)",
+    "cameras": "camera files",
+    "clipart": "clip art",
+    "pew_charts": "charts",
+    "receipts": "receipt scans",
+    "document_photos": "document photos",
+    "device_screens": "device screens",
+}
+
+
+def repository_root() -> Path:
+    """The checkout: the nearest folder with a `pyproject.toml` and a `data` folder above this file, or above the
+    current folder when the package is installed elsewhere. FileNotFoundError if there is none."""
+    for start in (Path(__file__).resolve().parent, Path.cwd()):
+        for folder in (start, *start.parents):
+            if (folder / "pyproject.toml").is_file() and (folder / "data").is_dir():
+                return folder
+    raise FileNotFoundError("no checkout of kimivl_lab found: its data/ folder is not part of the installed package")
+
+
+def data_path(*parts: str) -> Path:
+    """A path under data/. FileNotFoundError if nothing lies there."""
+    path = repository_root().joinpath("data", *parts)
+    if not path.exists():
+        raise FileNotFoundError(f"data/{'/'.join(parts)} does not exist")
+    return path
+
+
+def sample_images() -> dict[str, Path]:
+    """The sample pictures, by the name of their file without its ending, in alphabetical order."""
+    folder = data_path("images")
+    return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in {".jpg", ".png"}}
+
+
+def load_sizes(workload: str) -> list[tuple[int, int, int]]:
+    """(width, height, count) of every distinct image size of a workload, in pixels, EXIF rotation applied.
+
+    Args:
+        workload: a key of `WORKLOADS`.
+    """
+    if workload not in WORKLOADS:
+        raise ValueError(f"unknown workload {workload!r}: one of {', '.join(WORKLOADS)}")
+    with data_path("workloads", f"{workload}.csv").open(newline="") as file:
+        return [(int(row["width"]), int(row["height"]), int(row["count"])) for row in csv.DictReader(file)]
+
+
+def draw_sizes(workload: str, count: int, seed: int = 0) -> list[tuple[int, int]]:
+    """`count` image sizes (width, height) drawn from a workload by frequency; the same for the same seed."""
+    rows = load_sizes(workload)
+    return random.Random(seed).choices([row[:2] for row in rows], [row[2] for row in rows], k=count)
