@@ -50,7 +50,7 @@ class Recorder:
         *,
         directory: Path | str = DEFAULT_DIRECTORY,
         device: torch.device | str = "cpu",
-        **settings: Any,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         day = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
         self.path = Path(directory) / f"{benchmark}__{device_slug(device)}__{dtype}__{day}.csv"
@@ -60,7 +60,7 @@ class Recorder:
             raise ValueError("; ".join(problems))
         self.columns = list(columns)
         self.rows: list[dict[str, Any]] = []
-        self._provenance = provenance(device, **settings)
+        self._provenance = provenance(device, **(settings or {}))
 
     def __enter__(self) -> "Recorder":
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,138 @@
+"""Cache policies on real traffic: hit rate, bytes and time an image, without allocating the bytes.
+
+    python -m kimivl_lab.bench.position_cache [--quick] [--out DIR]
+
+Drives the library's own `PositionCache` with storage-less tensors of the true sizes (bfloat16, 1152 wide), so that
+"4 GiB" is a bound and not a need. Traffic: independent draws from each size distribution; "hot_cold", four draws in
+five from eight photo sizes and one from the clip art's; "cyclic", 300 grids of charts round and round. The time an
+image is hits and misses weighted by a hit's and a miss's cost a patch, measured first.
+"""
+
+import argparse
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..config import MoonViTConfig
+from ..datasets import draw_sizes, load_sizes
+from ..geometry import Grid, image_geometry, num_patches
+from ..measure.accuracy import checked_errors
+from ..measure.records import Recorder
+from ..measure.timing import time_interleaved
+from ..moonvit.position_cache import PositionCache
+from . import command
+from .position import TOLERANCE, cached, full_size_table
+
+WORKLOADS = ("coco_val2017", "pew_charts", "receipts", "device_screens", "clipart")
+ENTRIES = (16, 32, 64, 128, 256, 512, 1024)
+MEBIBYTES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TIMED_GRID: Grid = (36, 46)
+COLUMNS = (
+    "case",
+    "variant",
+    "policy",
+    "bound_entries",
+    "bound_mib",
+    "images",
+    "hit_rate",
+    "largest_mib",
+    "evictions_count",
+    "time_per_image_ms",
+    "relative_error",
+)
+
+
+def traffic(case: str, images: int, seed: int) -> Iterator[Grid]:
+    """`images` grids in the order they arrive."""
+    if case == "hot_cold":
+        choose = random.Random(seed)
+        hot, cold = draw_sizes("coco_val2017", 8, seed), iter(draw_sizes("clipart", images, seed))
+        sizes = [choose.choice(hot) if choose.random() < 0.8 else next(cold) for _ in range(images)]
+    elif case == "cyclic":
+        distinct = {image_geometry(width, height).grid_hw for width, height, _ in load_sizes("pew_charts")}
+        chosen = random.Random(seed).sample(sorted(distinct), 300)
+        yield from (chosen[index % len(chosen)] for index in range(images))
+        return
+    else:
+        sizes = draw_sizes(case, images, seed)
+    for width, height in sizes:
+        try:
+            yield image_geometry(width, height).grid_hw
+        except ValueError:  # a clip-art size too long for any grid never reaches the encoder
+            continue
+
+
+@torch.no_grad()
+def costs_us_per_patch(seed: int) -> tuple[float, float, float]:
+    """Measured here, in bfloat16: a hit's cost, a miss's, and the miss's relative error."""
+    module, exact = full_size_table(torch.bfloat16, "cpu", seed)
+    grids = [TIMED_GRID]
+    runs = {
+        "miss": lambda: cached(module, grids, cold=True),
+        "hit": lambda: cached(module, grids, cold=False),
+    }
+    errors = checked_errors(runs, exact.get_pos_embeds(grids), TOLERANCE[torch.bfloat16])
+    timings = time_interleaved(runs, repeats=15)
+    hit, miss = (1e3 * timings[name].p50_ms / num_patches(TIMED_GRID) for name in ("hit", "miss"))
+    return hit, miss, errors["miss"]
+
+
+def simulate(cache: PositionCache, grids: list[Grid], hit_us: float, miss_us: float) -> dict[str, float]:
+    """Looks every grid up in turn."""
+    dim = MoonViTConfig.preset("kimi-vl-a3b").hidden_size
+    largest, time_us = 0, 0.0
+    for grid in grids:
+        misses = cache.stats.misses
+        cache.get(grid, lambda grid=grid: torch.empty(num_patches(grid), dim, dtype=torch.bfloat16, device="meta"))
+        largest = max(largest, cache.stats.bytes)
+        time_us += num_patches(grid) * (miss_us if cache.stats.misses > misses else hit_us)
+    return {
+        "images": len(grids),
+        "hit_rate": round(cache.stats.hit_rate, 4),
+        "largest_mib": round(largest / 2**20, 2),
+        "evictions_count": cache.stats.evictions,
+        "time_per_image_ms": round(time_us / 1e3 / len(grids), 4),
+    }
+
+
+def policies() -> Iterator[tuple[dict[str, Any], PositionCache]]:
+    """Every policy and size that is compared, with its columns of the record."""
+    for entries in ENTRIES:
+        for policy in ("fifo", "lru"):
+            row: dict[str, Any] = {"variant": f"{policy} by entries", "policy": policy, "bound_entries": entries}
+            yield row, PositionCache(max_bytes=None, max_entries=entries, policy=policy)
+    for mib in MEBIBYTES:
+        yield {"variant": "lru by bytes", "policy": "lru", "bound_mib": mib}, PositionCache(max_bytes=mib * 2**20)
+
+
+def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One record; returns the hit rates of SGLang's policy (256 entries, first in first out) and of the default."""
+    images = 2_000 if options.quick else 20_000
+    hit_us, miss_us, error = costs_us_per_patch(options.seed)
+    rates: dict[str, dict[str, float]] = {}
+    costs = {"hit_us_per_patch": round(hit_us, 4), "miss_us_per_patch": round(miss_us, 4)}
+    settings = command.settings(options, warmup=2, repeats=15, **costs)
+    with Recorder("position_cache", "bfloat16", COLUMNS, directory=options.out, settings=settings) as record:
+        for case in (*WORKLOADS, "hot_cold", "cyclic"):
+            command.progress(f"position_cache {case}")
+            grids = list(traffic(case, images, options.seed))
+            for row, cache in policies():
+                result = simulate(cache, grids, hit_us, miss_us)
+                record.add({"case": case, "relative_error": f"{error:.3g}", **row, **result})
+                if row["variant"] == "fifo by entries" and row["bound_entries"] == 256:
+                    rates.setdefault(case, {})["fifo_256_entries"] = result["hit_rate"]
+                if row.get("bound_mib") == 256:
+                    rates.setdefault(case, {})["lru_256_mib"] = result["hit_rate"]
+        command.progress(f"wrote {record.path}")
+    return rates
+
+
+def main() -> None:
+    options = command.parser("position_cache", __doc__).parse_args()
+    command.finish({"benchmark": "position_cache", "hit_rates": run(options)})
+
+
+if __name__ == "__main__":
+    main()
