@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ..geometry import Grid, patch_counts
 from .position_cache import PositionCache
 from .precision import compute_dtype
+from .weight_state import WeightState
 
 KEYS_CONSTANT = -0.75
 AXIS_CACHE_BYTES = 4 * 2**20
@@ -102,9 +103,10 @@ class Learnable2DInterpPosEmb(nn.Module):
     def _may_cache(self) -> bool:
         weight = self.weight
         wants_gradient = torch.is_grad_enabled() and weight.requires_grad
-        plain = type(weight) in (nn.Parameter, Tensor) and not weight.is_inference()  # else changes leave no trace
         capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        return plain and not (self.training or wants_gradient or capturing or torch.compiler.is_compiling())
+        return WeightState.is_traceable(weight) and not (
+            self.training or wants_gradient or capturing or torch.compiler.is_compiling()
+        )
 
     def _table(self) -> Tensor:
         return self.weight.to(compute_dtype(self.weight.dtype))

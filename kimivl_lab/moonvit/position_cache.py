@@ -11,15 +11,14 @@ An entry count bounds nothing: 256 grids of 16384 patches at 2304 B a patch are 
 """
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from .weight_state import WeightState
 
 DEFAULT_MAX_BYTES = 256 * 2**20
 POLICIES = ("lru", "fifo")
@@ -69,7 +68,7 @@ class PositionCache:
         self._entries: OrderedDict[Hashable, tuple[Tensor | tuple[Tensor, ...], int]] = OrderedDict()
         self._lock = threading.Lock()
         self._generation = 0
-        self._watched: _WeightState | None = None
+        self._watched: WeightState | None = None
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The entry of `key`, made by `make()` when it is not there. Read-only: copy before handing it on."""
@@ -89,13 +88,11 @@ class PositionCache:
         return value
 
     def watch(self, weight: Tensor) -> None:
-        """Empties the cache if `weight` is not, bit for bit, what it was at the last call.
+        """Empties the cache if `weight` is not what it was at the last call; see `WeightState` for what that sees.
 
-        Seen: another tensor or storage, dtype or device, and every in-place update that autograd's version counter
-        counts (optimisers, `load_state_dict`, `copy_`). An update through `.data` escapes that counter; on a CPU a
-        sample of the values finds it, on a GPU a look would cost a sync: call `clear` after such an update.
+        After an update through `.data` on a GPU, call `clear`.
         """
-        state = _WeightState(weight)
+        state = WeightState(weight)
         with self._lock:
             if self._watched is None or self._watched != state:
                 if self._watched is not None:
@@ -135,26 +132,6 @@ class PositionCache:
         self._generation += 1
         self._entries.clear()
         self.stats.entries = self.stats.bytes = 0
-
-
-class _WeightState:
-    """What tells one state of a weight from another, without keeping the weight alive."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weakref.ref(weight)
-        self.storage = StorageWeakRef(weight.untyped_storage())  # while it lives, no other storage is equal to it
-        self.version = weight._version
-        self.form = (weight.dtype, weight.device, weight.shape)
-        flat = weight.detach().reshape(-1)
-        self.sample = flat[:: max(1, flat.numel() // 1024)].clone() if weight.device.type == "cpu" else None
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _WeightState):
-            return NotImplemented
-        same_tensor = self.weight() is other.weight() and self.storage.cdata == other.storage.cdata
-        if not (same_tensor and self.version == other.version and self.form == other.form):
-            return False
-        return self.sample is None or other.sample is None or torch.equal(self.sample, other.sample)
 
 
 def _same_policy(max_bytes: int | None, max_entries: int | None, policy: str) -> PositionCache:
