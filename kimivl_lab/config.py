@@ -126,11 +126,14 @@ class EncoderOptions:
     position: "interpolate" (the reference), "gather", "separable", "adaptive" or "cached"; see
         `kimivl_lab.moonvit.position`.
     rope: "complex" (the reference), "real", "compiled", "in_place" or "auto"; see `kimivl_lab.moonvit.rope`.
+    linear: "plain" (the reference), "prepacked" (a second copy of the weights in the CPU library's layout, activation
+        and residual fused) or "auto"; see `kimivl_lab.moonvit.linear`.
     """
 
     attention: str = "auto"
     position: str = "cached"
     rope: str = "auto"
+    linear: str = "auto"
 
 
 def _preset(table: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:

@@ -1,15 +1,23 @@
 """Packed attention: every image attends to its own patches, nothing else. One signature, several backends.
 
 A backend takes q, k, v (L, heads, d) in the packed order and an `EncoderMetadata`, and returns (L, heads, d). Scale
-d^-0.5, not causal.
+d^-0.5, not causal. Rows past the last offset belong to no image: they are not read, and come out as zeros.
 
-    "eager"        float32 scores and softmax, written out: the oracle
-    "sdpa_masked"  one scaled_dot_product_attention over all L patches with an (L, L) block-diagonal mask: for
-                   comparison; its memory grows with the square of the batch
-    "sdpa"         one scaled_dot_product_attention per image: memory grows with the largest image only
+    "flash_attn"    the flash-attn package's variable-length kernel (CUDA)
+    "torch_varlen"  torch.nn.attention.varlen, the same kernel inside torch (CUDA)
+    "sdpa"          scaled_dot_product_attention per run of images of one size: memory grows with the largest run
+    "sdpa_masked"   one scaled_dot_product_attention over all L patches with an (L, L) block-diagonal mask, for
+                    comparison: its memory grows with the square of the batch
+    "eager"         float32 scores and softmax, written out: the oracle
+
+The first three are one operator of torch.library, `kimivl_lab::packed_attention`, whose offsets are data: a trace or a
+compiled graph holds it as one node that reads `cu_seqlens` when it runs.
 """
 
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,60 +29,137 @@ from .precision import compute_dtype
 PackedAttention = Callable[[Tensor, Tensor, Tensor, EncoderMetadata], Tensor]
 
 
+@torch.library.custom_op("kimivl_lab::packed_attention", mutates_args=())
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str) -> Tensor:
+    """q, k, v (L, heads, d), offsets (m + 1,) int32 -> (L, heads, d), contiguous.
+
+    Args:
+        max_seqlen: a bound of the longest image in patches; any larger one gives the same values.
+        backend: "flash_attn", "torch_varlen" or "sdpa". "sdpa" reads the offsets on the host.
+    """
+    _check_offsets(cu_seqlens)
+    if backend == "sdpa":
+        return _sdpa_segments(q, k, v, cu_seqlens, max_seqlen)
+    if backend == "flash_attn":
+        from flash_attn import flash_attn_varlen_func  # ty: ignore[import-not-found]
+
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@packed_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str) -> Tensor:
+    _check_offsets(cu_seqlens)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
     """softmax(q k^T / sqrt(d)) v per image, in float32 (float64 for float64 input)."""
     precise = compute_dtype(q.dtype)
-    out = []
-    for one_q, one_k, one_v in _segments(q, k, v, metadata):
-        scores = one_q.to(precise) @ one_k.to(precise).transpose(-1, -2) * q.shape[-1] ** -0.5  # (heads, n, n)
-        out.append((scores.softmax(-1) @ one_v.to(precise)).transpose(0, 1))  # (n, heads, d)
-    return torch.cat(out).to(q.dtype) if out else torch.empty_like(q)
+    out, start = torch.zeros(q.shape, dtype=q.dtype, device=q.device), 0
+    for length in metadata.seqlens:
+        image = slice(start, start + length)
+        one_q, one_k, one_v = (x[image].transpose(0, 1).to(precise) for x in (q, k, v))  # (heads, n, d)
+        scores = one_q @ one_k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (heads, n, n)
+        out[image] = (scores.softmax(-1) @ one_v).transpose(0, 1).to(q.dtype)
+        start += length
+    return out
 
 
 def sdpa_masked_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
     """One call with an (L, L) boolean mask that is true inside each image."""
-    image = torch.bucketize(
-        torch.arange(q.shape[0], device=q.device, dtype=torch.int32), metadata.cu_seqlens[1:], right=True
-    )  # (L,)
+    rows = torch.arange(metadata.num_patches, device=q.device, dtype=torch.int32)
+    image = torch.bucketize(rows, metadata.cu_seqlens[1:], right=True)  # (L,)
     mask = image[:, None] == image[None, :]
-    return F.scaled_dot_product_attention(_heads_first(q), _heads_first(k), _heads_first(v), attn_mask=mask)[
-        0
-    ].transpose(0, 1)
+    out = F.scaled_dot_product_attention(*(x[: len(rows)].transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask)
+    padding = q.new_zeros((q.shape[0] - len(rows), *q.shape[1:]))
+    return torch.cat((out[0].transpose(0, 1), padding))
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
-    """One call per image."""
-    out = [
-        F.scaled_dot_product_attention(one_q[None], one_k[None], one_v[None])[0].transpose(0, 1)
-        for one_q, one_k, one_v in _segments(q, k, v, metadata)
-    ]
-    return torch.cat(out) if out else torch.empty_like(q)
+    """`packed_attention` where the offsets are on the host; else the same from the host's own lengths, with no read."""
+    if q.device.type == "cpu" and not torch.is_grad_enabled():
+        return packed_attention(q, k, v, metadata.cu_seqlens, metadata.max_seqlen, "sdpa")
+    return _sdpa_runs(q, k, v, metadata.seqlens)
+
+
+def _kernel_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata, *, backend: str) -> Tensor:
+    return packed_attention(q, k, v, metadata.cu_seqlens, metadata.max_seqlen, backend)
 
 
 ATTENTION_BACKENDS: dict[str, PackedAttention] = {
+    "flash_attn": partial(_kernel_attention, backend="flash_attn"),
+    "torch_varlen": partial(_kernel_attention, backend="torch_varlen"),
     "sdpa": sdpa_attention,
     "sdpa_masked": sdpa_masked_attention,
     "eager": eager_attention,
 }
 
 
-def resolve_attention(name: str) -> PackedAttention:
-    """The backend called `name`; "auto" takes the fastest that runs here."""
+def attention_unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the backend called `name` cannot run on `device` in `dtype`, or None when it can."""
+    if name not in ("flash_attn", "torch_varlen"):
+        return None
+    if device.type != "cuda":
+        return f"{name} needs a CUDA device, the tower is on {device}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{name} takes bfloat16 and float16, not {dtype}"
+    package = {"flash_attn": "flash_attn", "torch_varlen": "torch.nn.attention.varlen"}[name]
+    if importlib.util.find_spec(package) is None:
+        install = "pip install flash-attn --no-build-isolation" if name == "flash_attn" else "pip install 'torch>=2.10'"
+        return f"{name} needs {package}, which is not installed: {install}"
+    return None
+
+
+def resolve_attention(
+    name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> PackedAttention:
+    """The backend called `name`; "auto" takes the first of the list that runs here. ValueError if it cannot."""
+    device = torch.device(device)
     if name == "auto":
-        return sdpa_attention
+        name = next(known for known in ATTENTION_BACKENDS if attention_unavailable(known, device, dtype) is None)
     if name not in ATTENTION_BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}: 'auto' or one of {', '.join(ATTENTION_BACKENDS)}")
+    if reason := attention_unavailable(name, device, dtype):
+        raise ValueError(reason)
     return ATTENTION_BACKENDS[name]
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).unsqueeze(0)  # (1, heads, L, d)
+def _check_offsets(cu_seqlens: Tensor) -> None:
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+        raise ValueError(f"cu_seqlens must be (m + 1,) int32, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}")
 
 
-def _segments(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(heads, n, d) views of each image."""
+def _sdpa_segments(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    offsets = cu_seqlens.tolist()
+    lengths = [end - start for start, end in pairwise(offsets) if end > start]
+    if max(lengths, default=0) > max_seqlen:
+        raise ValueError(f"max_seqlen {max_seqlen} is below the longest image, {max(lengths)} patches")
+    return _sdpa_runs(q, k, v, lengths)
+
+
+def _sdpa_runs(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """One call per run of consecutive images of equal length."""
+    parts, rows = [], 0
+    for start, count, length in _runs(lengths):
+        rows = start + count * length
+        batch = (
+            x.narrow(0, start, rows - start).unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v)
+        )  # (count, heads, n, d)
+        parts.append(F.scaled_dot_product_attention(*batch).transpose(1, 2).flatten(0, 1))  # (count * n, heads, d)
+    if len(parts) == 1 and rows == q.shape[0]:
+        return parts[0].contiguous()
+    return torch.cat((*parts, q.new_zeros((q.shape[0] - rows, *q.shape[1:]))))
+
+
+def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first row, images, length) of each run of equal lengths."""
     start = 0
-    for length in metadata.seqlens:
-        end = start + length
-        yield q[start:end].transpose(0, 1), k[start:end].transpose(0, 1), v[start:end].transpose(0, 1)
-        start = end
+    for length, group in groupby(lengths):
+        count = len(list(group))
+        yield start, count, length
+        start += count * length

@@ -3,25 +3,53 @@
 Block: x += wo(attention(rope(wqkv(norm0 x)))); x += fc1(gelu_tanh(fc0(norm1 x))). Every linear map has a bias.
 """
 
-import torch.nn.functional as F
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor, nn
 
-from ..config import MoonViTConfig
-from .attention import PackedAttention
+from ..config import EncoderOptions, MoonViTConfig
+from .attention import PackedAttention, resolve_attention
+from .linear import GELU_TANH, FusedLinear, prepack_unavailable
 from .metadata import EncoderMetadata
-from .rope import Rotation
+from .rope import Rotation, resolve_rotation
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """`EncoderOptions` made concrete for one forward on one device."""
+
+    rotate: Rotation
+    attend: PackedAttention
+    prepack: bool
+
+    @classmethod
+    def resolve(cls, options: EncoderOptions, device: torch.device, dtype: torch.dtype) -> "Kernels":
+        """ValueError for an option that is unknown or cannot run here; "auto" never fails."""
+        inference = not torch.is_grad_enabled()
+        if options.linear not in ("auto", "plain", "prepacked"):
+            raise ValueError(f"unknown linear implementation {options.linear!r}: auto, plain or prepacked")
+        reason = prepack_unavailable(dtype, device)
+        if options.linear == "prepacked" and reason:
+            raise ValueError(f"linear='prepacked': {reason}")
+        return cls(
+            rotate=resolve_rotation(options.rope, device, inference=inference),
+            attend=resolve_attention(options.attention, device, dtype),
+            prepack=inference and options.linear != "plain" and reason is None,
+        )
 
 
 class MLP2(nn.Module):
-    """fc1(gelu_tanh(fc0 x))."""
+    """fc1(gelu_tanh(fc0 x)), plus a residual if there is one."""
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.fc0 = nn.Linear(dim, hidden_dim)
-        self.fc1 = nn.Linear(hidden_dim, dim)
+        self.fc0 = FusedLinear(dim, hidden_dim)
+        self.fc1 = FusedLinear(hidden_dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc1(F.gelu(self.fc0(x), approximate="tanh"))
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, prepack: bool = False) -> Tensor:
+        """(L, D) -> (L, D)."""
+        return self.fc1(self.fc0(x, GELU_TANH, prepack=prepack), residual=residual, prepack=prepack)
 
 
 class MoonVitEncoderLayer(nn.Module):
@@ -32,17 +60,17 @@ class MoonVitEncoderLayer(nn.Module):
         self.num_heads = config.num_attention_heads
         self.norm0 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.wo = nn.Linear(config.hidden_size, config.hidden_size)
+        self.wqkv = FusedLinear(config.hidden_size, 3 * config.hidden_size)
+        self.wo = FusedLinear(config.hidden_size, config.hidden_size)
         self.mlp = MLP2(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, metadata: EncoderMetadata, rotate: Rotation, attend: PackedAttention) -> Tensor:
+    def forward(self, x: Tensor, metadata: EncoderMetadata, kernels: Kernels) -> Tensor:
         """(L, D) -> (L, D)."""
-        qkv = self.wqkv(self.norm0(x)).unflatten(-1, (3, self.num_heads, -1))  # (L, 3, heads, d)
-        q, k = rotate(qkv[:, :2], metadata.rope_cos_sin).unbind(1)  # (L, heads, d) each
-        v = qkv[:, 2]
-        x = x + self.wo(attend(q, k, v, metadata).flatten(1))
-        return x + self.mlp(self.norm1(x))
+        qkv = self.wqkv(self.norm0(x), prepack=kernels.prepack).unflatten(-1, (3, self.num_heads, -1))
+        q, k = kernels.rotate(qkv.narrow(1, 0, 2), metadata.rope_cos_sin).unbind(1)  # (L, heads, d) each
+        mixed = kernels.attend(q, k, qkv.select(1, 2), metadata).flatten(1)  # (L, D)
+        x = self.wo(mixed, residual=x, prepack=kernels.prepack)
+        return self.mlp(self.norm1(x), residual=x, prepack=kernels.prepack)
 
 
 class MoonVitEncoder(nn.Module):
@@ -53,8 +81,8 @@ class MoonVitEncoder(nn.Module):
         self.blocks = nn.ModuleList(MoonVitEncoderLayer(config) for _ in range(config.num_hidden_layers))
         self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, x: Tensor, metadata: EncoderMetadata, rotate: Rotation, attend: PackedAttention) -> Tensor:
+    def forward(self, x: Tensor, metadata: EncoderMetadata, kernels: Kernels) -> Tensor:
         """(L, D) -> (L, D)."""
         for block in self.blocks:
-            x = block(x, metadata, rotate, attend)
+            x = block(x, metadata, kernels)
         return self.final_layernorm(x)

@@ -14,14 +14,13 @@ from transformers import initialization as init
 
 from ..config import EncoderOptions, MoonViTConfig
 from ..geometry import Grid
-from .attention import resolve_attention
 from .checkpoint import StrictPreTrainedModel
-from .layers import MoonVitEncoder
+from .layers import Kernels, MoonVitEncoder
 from .merger import patch_merger_packed
 from .metadata import EncoderMetadata, prepare_encoder_metadata
 from .patch_embed import MoonVisionPatchEmbed
 from .position import Learnable2DInterpPosEmb
-from .rope import Rope2DPosEmb, resolve_rotation
+from .rope import Rope2DPosEmb
 
 
 class MoonVitPretrainedModel(StrictPreTrainedModel):
@@ -102,8 +101,7 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
             raise ValueError("give exactly one of image_grid_hws and encoder_metadata")
         self._check_pixels(pixel_values, encoder_metadata)
         x = self.patch_embed(pixel_values.to(self.device, non_blocking=True), encoder_metadata.pos_embeds)  # (L, D)
-        rotate = resolve_rotation(self.options.rope, x.device, inference=not torch.is_grad_enabled())
-        x = self.encoder(x, encoder_metadata, rotate, resolve_attention(self.options.attention))  # (L, D)
+        x = self.encoder(x, encoder_metadata, Kernels.resolve(self.options, self.device, self.dtype))  # (L, D)
         return patch_merger_packed(x, encoder_metadata.merge_gather_idx, self.config.merge_size)  # (T, 4, D)
 
     def _check_pixels(self, pixel_values: Tensor, metadata: EncoderMetadata) -> None:

@@ -11,15 +11,15 @@ implementation computes in float32 and casts once:
     "adaptive"     "gather" or "separable", whichever moves fewer rows: small grids are gathered
     "cached"       "adaptive" behind a `PositionCache`
 
-An operator works in blocks of a few MiB, which stay in the processor's caches between its two passes, and writes each
-block into its place of the packed result with the one cast.
+An operator yields blocks of a few MiB, which stay in the processor's caches between its passes and the one cast that
+puts each into its place. Tensors are cut by `narrow` and `unsqueeze`, never by
+indexing, so that all of it also runs on fake GPU tensors where there is no CUDA.
 
 Source: Learnable2DInterpPosEmb of the published MoonViT; R. Keys, Cubic convolution interpolation, 1981.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ _HUGE_PAGES_FROM = 4 * 2**20
 
 AxisTaps = tuple[Tensor, Tensor]
 AxisTapsOf = Callable[[int, int], AxisTaps]
-PositionOperator = Callable[[Tensor, Grid, AxisTapsOf, Tensor], None]
+PositionOperator = Callable[[Tensor, Grid, AxisTapsOf], Iterator[Tensor]]
 
 
 class Learnable2DInterpPosEmb(nn.Module):
@@ -73,37 +73,37 @@ class Learnable2DInterpPosEmb(nn.Module):
             return self._get_cached(grid_hws, dtype)
         operator = POSITION_OPERATORS.get(implementation, resample_adaptive)
         table = self._table()
-        packed, slices = self._packed(grid_hws, dtype)
-        for grid, rows in zip(grid_hws, slices, strict=True):
-            operator(table, grid, self._taps, packed[rows])
-        return packed
+        blocks = (block for grid in grid_hws for block in operator(table, grid, self._taps))
+        return self._pack(blocks, grid_hws, dtype)
 
     def _get_cached(self, grid_hws: Sequence[Grid], dtype: torch.dtype) -> Tensor:
         self.cache.watch(self.weight)
         table = cache(self._table)  # cast at most once a call, and only when a grid is missing
+        device = str(self.weight.device)
 
         def make(grid: Grid) -> Tensor:
-            entry, _ = self._packed([grid], dtype)
-            resample_adaptive(table(), grid, self._taps, entry)
-            return entry
+            return self._pack(resample_adaptive(table(), grid, self._taps), [grid], dtype)
 
-        device = str(self.weight.device)
-        packed, slices = self._packed(grid_hws, dtype)
-        for grid, rows in zip(grid_hws, slices, strict=True):
-            packed[rows].copy_(self.cache.get((*grid, dtype, device), partial(make, grid)))
+        entries = (self.cache.get((*grid, dtype, device), partial(make, grid)) for grid in grid_hws)
+        return self._pack(entries, grid_hws, dtype)
+
+    def _pack(self, blocks: Iterable[Tensor], grid_hws: Sequence[Grid], dtype: torch.dtype) -> Tensor:
+        """Consecutive rows of all `grid_hws` as one new (L, D); cast and packed in one pass."""
+        dim, device = self.weight.shape[-1], self.weight.device
+        if device.type != "cpu":
+            return torch.cat(
+                [torch.empty((0, dim), dtype=dtype, device=device), *(block.to(dtype) for block in blocks)]
+            )
+        packed, start = empty_rows(sum(patch_counts(grid_hws)), dim, dtype), 0
+        for block in blocks:
+            packed.narrow(0, start, block.shape[0]).copy_(block)
+            start += block.shape[0]
         return packed
-
-    def _packed(self, grid_hws: Sequence[Grid], dtype: torch.dtype) -> tuple[Tensor, list[slice]]:
-        """An uninitialised (L, D) result and the rows of each image in it."""
-        ends = list(accumulate(patch_counts(grid_hws)))
-        starts = [0, *ends[:-1]]
-        packed = empty_rows(ends[-1] if ends else 0, self.weight.shape[-1], dtype, self.weight.device)
-        return packed, [slice(start, end) for start, end in zip(starts, ends, strict=False)]
 
     def _may_cache(self) -> bool:
         weight = self.weight
         wants_gradient = torch.is_grad_enabled() and weight.requires_grad
-        capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = weight.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         return WeightState.is_traceable(weight) and not (
             self.training or wants_gradient or capturing or torch.compiler.is_compiling()
         )
@@ -133,74 +133,71 @@ def axis_taps(out_size: int, in_size: int, dtype: torch.dtype, device: torch.dev
         far = near + 1
         inner = ((a + 2) * near - (a + 3)) * near * near + 1
         outer = ((far - 5) * far + 8) * far * a - 4 * a
-        weights = torch.cat((outer[:, :1], inner, outer[:, 1:]), dim=-1)  # (out, 4)
-        index = before.long()[:, None] + torch.arange(-1, 3, device=device)
+        weights = torch.cat((outer.narrow(1, 0, 1), inner, outer.narrow(1, 1, 1)), dim=-1)  # (out, 4)
+        index = before.long().unsqueeze(1) + torch.arange(-1, 3, device=device)
         return index.clamp(0, in_size - 1), weights.to(dtype)
 
 
-def resample_interpolate(table: Tensor, grid: Grid, taps: AxisTapsOf, out: Tensor) -> None:
-    """(H, W, D) table -> out (h*w, D): torch's bicubic."""
+def resample_interpolate(table: Tensor, grid: Grid, taps: AxisTapsOf) -> Iterator[Tensor]:
+    """(H, W, D) table -> the (h*w, D) embedding: torch's bicubic."""
     if table.shape[:2] == grid:
-        out.copy_(table.flatten(0, 1))
+        yield table.flatten(0, 1)
         return
     channels_first = table.permute(2, 0, 1).unsqueeze(0)  # (1, D, H, W)
     resampled = F.interpolate(channels_first, size=grid, mode="bicubic", align_corners=False)  # (1, D, h, w)
-    out.copy_(resampled.squeeze(0).permute(1, 2, 0).flatten(0, 1))
+    yield resampled.squeeze(0).permute(1, 2, 0).flatten(0, 1)
 
 
-def resample_gather(table: Tensor, grid: Grid, taps: AxisTapsOf, out: Tensor) -> None:
-    """(H, W, D) table -> out (h*w, D): each patch a weighted sum of 16 rows."""
+def resample_gather(table: Tensor, grid: Grid, taps: AxisTapsOf) -> Iterator[Tensor]:
+    """(H, W, D) table -> the (h*w, D) embedding in blocks: each patch a weighted sum of 16 rows."""
     (height, width), (h, w) = table.shape[:2], grid
     if (height, width) == grid:
-        out.copy_(table.flatten(0, 1))
+        yield table.flatten(0, 1)
         return
     x_index, x_weight = taps(w, width)
-    for y_index, y_weight, rows in _blocks(taps(h, height), w, out):
-        index = y_index[:, None, :, None] * width + x_index[None, :, None, :]  # (block, w, 4, 4)
-        weight = y_weight[:, None, :, None] * x_weight[None, :, None, :]
-        rows.copy_(_weighted_rows(table.flatten(0, 1), index.flatten(2), weight.flatten(2)))
+    for y_index, y_weight in _blocks(taps(h, height), w * table.shape[-1] * table.element_size()):
+        index = y_index.view(-1, 1, 4, 1) * width + x_index.view(1, -1, 1, 4)  # (block, w, 4, 4)
+        weight = y_weight.view(-1, 1, 4, 1) * x_weight.view(1, -1, 1, 4)
+        yield _weighted_rows(table.flatten(0, 1), index.flatten(2), weight.flatten(2))
 
 
-def resample_separable(table: Tensor, grid: Grid, taps: AxisTapsOf, out: Tensor) -> None:
-    """(H, W, D) table -> out (h*w, D): one axis with 4 taps, then the other with 4."""
+def resample_separable(table: Tensor, grid: Grid, taps: AxisTapsOf) -> Iterator[Tensor]:
+    """(H, W, D) table -> the (h*w, D) embedding in blocks: one axis with 4 taps, then the other with 4."""
     (height, width), (h, w) = table.shape[:2], grid
     if (height, width) == grid:
-        out.copy_(table.flatten(0, 1))
+        yield table.flatten(0, 1)
         return
     flat = table.flatten(0, 1)
+    row_bytes = table.shape[-1] * table.element_size()
     x_index, x_weight = taps(w, width)
     span = partial(torch.arange, device=table.device)
     if h * width <= height * w:
-        for y_index, y_weight, rows in _blocks(taps(h, height), max(w, width), out):
-            index = y_index[:, None] * width + span(width)[:, None]  # (block, W, 4)
-            resampled = _weighted_rows(flat, index, y_weight[:, None])  # (block * W, D)
-            index = span(len(y_index))[:, None, None] * width + x_index  # (block, w, 4)
-            rows.copy_(_weighted_rows(resampled, index, x_weight))
+        for y_index, y_weight in _blocks(taps(h, height), max(w, width) * row_bytes):
+            index = y_index.unsqueeze(1) * width + span(width).unsqueeze(1)  # (block, W, 4)
+            resampled = _weighted_rows(flat, index, y_weight.unsqueeze(1))  # (block * W, D)
+            index = span(len(y_index)).view(-1, 1, 1) * width + x_index  # (block, w, 4)
+            yield _weighted_rows(resampled, index, x_weight)
     else:
-        resampled = _weighted_rows(flat, span(height)[:, None, None] * width + x_index, x_weight)  # (H * w, D)
-        for y_index, y_weight, rows in _blocks(taps(h, height), w, out):
-            index = y_index[:, None] * w + span(w)[:, None]  # (block, w, 4)
-            rows.copy_(_weighted_rows(resampled, index, y_weight[:, None]))
+        resampled = _weighted_rows(flat, span(height).view(-1, 1, 1) * width + x_index, x_weight)  # (H * w, D)
+        for y_index, y_weight in _blocks(taps(h, height), w * row_bytes):
+            index = y_index.unsqueeze(1) * w + span(w).unsqueeze(1)  # (block, w, 4)
+            yield _weighted_rows(resampled, index, y_weight.unsqueeze(1))
 
 
-def resample_adaptive(table: Tensor, grid: Grid, taps: AxisTapsOf, out: Tensor) -> None:
+def resample_adaptive(table: Tensor, grid: Grid, taps: AxisTapsOf) -> Iterator[Tensor]:
     """Whichever of the two above moves fewer rows: each tap is a row read, each row made is written and read once."""
     (height, width), (h, w) = table.shape[:2], grid
     between = min(h * width, height * w)
     gathered = 16 * h * w + 4 * h * w
     separated = 4 * (between + h * w) + 4 * (between + h * w)
-    operator = resample_separable if separated < gathered else resample_gather
-    operator(table, grid, taps, out)
+    return (resample_separable if separated < gathered else resample_gather)(table, grid, taps)
 
 
-def _blocks(axis: AxisTaps, row_length: int, out: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Taps of consecutive output rows and their part of `out`, in blocks of `row_length` rows an output row."""
+def _blocks(axis: AxisTaps, bytes_per_row: int) -> Iterator[AxisTaps]:
+    """Taps of consecutive output rows, as many as fit a block; all at once where there is no cache to fit."""
     index, weight = axis
-    step = max(1, _BLOCK_BYTES // (row_length * out.shape[1] * weight.element_size()))
-    width = out.shape[0] // index.shape[0]
-    for start in range(0, index.shape[0], step):
-        end = min(start + step, index.shape[0])
-        yield index[start:end], weight[start:end], out[start * width : end * width]
+    step = max(1, _BLOCK_BYTES // bytes_per_row) if index.device.type == "cpu" else index.shape[0]
+    yield from zip(index.split(step), weight.split(step), strict=True)
 
 
 def _weighted_rows(source: Tensor, index: Tensor, weight: Tensor) -> Tensor:
@@ -209,12 +206,12 @@ def _weighted_rows(source: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     return F.embedding_bag(index.flatten(0, 1), source, per_sample_weights=weight, mode="sum")
 
 
-def empty_rows(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised (rows, dim). A large one on a CPU comes from numpy, which asks for huge pages: writing fresh memory
-    in 4 KiB pages costs more than computing what is written."""
+def empty_rows(rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised (rows, dim) on the host. A large one comes from numpy, which asks for huge pages: writing fresh
+    memory in pages of 4 KiB costs more than computing what is written."""
     size = rows * dim * dtype.itemsize
-    if device.type != "cpu" or size < _HUGE_PAGES_FROM:
-        return torch.empty((rows, dim), dtype=dtype, device=device)
+    if size < _HUGE_PAGES_FROM:
+        return torch.empty((rows, dim), dtype=dtype)
     return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(dtype).view(rows, dim)
 
 

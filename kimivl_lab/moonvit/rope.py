@@ -61,14 +61,12 @@ class Rope2DPosEmb:
                 raise ValueError(f"grid {h}x{w} exceeds the largest, {self.max_height}x{self.max_width}")
         longest = max((max(grid) for grid in grid_hws), default=0)
         axis = self._axis(torch.arange(longest, device=device), dtype)  # (longest, d/4, 2)
-        result = axis.new_empty((sum(h * w for h, w in grid_hws), self.dim // 2, 2))
-        start = 0
+        parts = [axis.new_empty((0, self.dim // 2, 2))]
         for h, w in grid_hws:
-            rows = result[start : start + h * w].view(h, w, self.dim // 4, 2, 2)
-            rows[..., 0, :] = axis[None, :w]  # even slots: column
-            rows[..., 1, :] = axis[:h, None]  # odd slots: row
-            start += h * w
-        return result
+            columns = axis.narrow(0, 0, w).unsqueeze(0).expand(h, -1, -1, -1)  # even slots
+            rows = axis.narrow(0, 0, h).unsqueeze(1).expand(-1, w, -1, -1)  # odd slots
+            parts.append(torch.stack((columns, rows), dim=-2).view(h * w, self.dim // 2, 2))
+        return torch.cat(parts)
 
     def get_freqs_cis_by_seqlens_list(
         self,
@@ -94,7 +92,7 @@ class Rope2DPosEmb:
 
 def rotate_complex(qk: Tensor, cos_sin: Tensor) -> Tensor:
     """Turns qk (L, 2, heads, d) by cos_sin (L, d/2, 2); a new tensor of the same dtype. The reference."""
-    factors = torch.view_as_complex(cos_sin)[:, None, None]  # (L, 1, 1, d/2)
+    factors = torch.view_as_complex(cos_sin).unflatten(0, (-1, 1, 1))  # (L, 1, 1, d/2)
     pairs = torch.view_as_complex(qk.to(cos_sin.dtype).unflatten(-1, (-1, 2)).contiguous())  # (L, 2, heads, d/2)
     return torch.view_as_real(pairs * factors).flatten(-2).to(qk.dtype)
 
@@ -102,7 +100,7 @@ def rotate_complex(qk: Tensor, cos_sin: Tensor) -> Tensor:
 def rotate_real(qk: Tensor, cos_sin: Tensor) -> Tensor:
     """The same in real numbers: (re, im) -> (re cos - im sin, re sin + im cos)."""
     re, im = qk.to(cos_sin.dtype).unflatten(-1, (-1, 2)).unbind(-1)  # (L, 2, heads, d/2) each
-    cos, sin = cos_sin[:, None, None].unbind(-1)  # (L, 1, 1, d/2) each
+    cos, sin = cos_sin.unflatten(0, (-1, 1, 1)).unbind(-1)  # (L, 1, 1, d/2) each
     return torch.stack((re * cos - im * sin, re * sin + im * cos), dim=-1).flatten(-2).to(qk.dtype)
 
 
@@ -128,7 +126,7 @@ def _compiled_rotate() -> Callable[[Tensor, Tensor], Tensor]:
 
 def rotate_in_place(qk: Tensor, cos_sin: Tensor) -> Tensor:
     """`rotate_complex` written into `qk`, which is returned; bit-equal values. `qk` must not require a gradient."""
-    factors = torch.view_as_complex(cos_sin)[:, None, None]  # (L, 1, 1, d/2)
+    factors = torch.view_as_complex(cos_sin).unflatten(0, (-1, 1, 1))  # (L, 1, 1, d/2)
     if qk.dtype == cos_sin.dtype:
         torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(factors)
         return qk
