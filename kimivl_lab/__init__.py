@@ -15,13 +15,17 @@ Where a name is known from elsewhere:
     KimiVLEncoder.get_image_features      get_image_feature               embed_multimodal
 """
 
-from .config import EncoderOptions, KimiVLConfig, MoonViTConfig
-from .geometry import ImageGeometry, image_geometry
-from .image_processor import KimiVLImageProcessor
-from .kimi_vl import KimiVLEncoder
-from .moonvit.merger import build_merge_gather_idx, patch_merger, patch_merger_packed, split_image_features
-from .moonvit.metadata import EncoderMetadata, prepare_encoder_metadata
-from .moonvit.model import MoonVitPretrainedModel
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import EncoderOptions, KimiVLConfig, MoonViTConfig
+    from .geometry import ImageGeometry, image_geometry
+    from .image_processor import KimiVLImageProcessor
+    from .kimi_vl import KimiVLEncoder
+    from .moonvit.merger import build_merge_gather_idx, patch_merger, patch_merger_packed, split_image_features
+    from .moonvit.metadata import EncoderMetadata, prepare_encoder_metadata
+    from .moonvit.model import MoonVitPretrainedModel
 
 __all__ = [
     "EncoderMetadata",
@@ -39,3 +43,29 @@ __all__ = [
     "prepare_encoder_metadata",
     "split_image_features",
 ]
+
+_HOME = {
+    "EncoderMetadata": ".moonvit.metadata",
+    "EncoderOptions": ".config",
+    "ImageGeometry": ".geometry",
+    "KimiVLConfig": ".config",
+    "KimiVLEncoder": ".kimi_vl",
+    "KimiVLImageProcessor": ".image_processor",
+    "MoonViTConfig": ".config",
+    "MoonVitPretrainedModel": ".moonvit.model",
+    "build_merge_gather_idx": ".moonvit.merger",
+    "image_geometry": ".geometry",
+    "patch_merger": ".moonvit.merger",
+    "patch_merger_packed": ".moonvit.merger",
+    "prepare_encoder_metadata": ".moonvit.metadata",
+    "split_image_features": ".moonvit.merger",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imports a public name when it is first used, so that `kimivl-lab --help` need not import torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name], __name__), name)
+    globals()[name] = value
+    return value

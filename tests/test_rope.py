@@ -43,7 +43,7 @@ def test_D1_a_square_grid_hides_swapped_axes_and_a_long_one_does_not():
             right.view(h, w, -1).transpose(0, 1).reshape(h * w, -1) if h == w else right, swapped, atol=1e-6
         )
         assert same_set == hidden
-        assert not torch.allclose(*rotated)
+        assert not torch.allclose(rotated[0], rotated[1])
 
 
 def test_index_form_equals_the_grid_form():
@@ -126,7 +126,7 @@ def test_the_tower_gives_the_same_with_each(name):
 def test_gradients_flow_when_wanted():
     tower = tiny_tower(seed=3)
     tower(pixels_for([(4, 6)]), [(4, 6)]).square().sum().backward()
-    gradient = tower.encoder.blocks[0].wqkv.weight.grad
+    gradient = tower.get_parameter("encoder.blocks.0.wqkv.weight").grad
     assert gradient is not None and gradient.abs().sum() > 0
     assert resolve_rotation("in_place", torch.device("cpu"), inference=False) is rotate_complex
 

@@ -30,7 +30,7 @@ class FusedLinear(nn.Linear):
     ) -> Tensor:
         """(L, in) -> (L, out). `activation`: None or "gelu_tanh"; not together with `residual`."""
         assert activation in (None, GELU_TANH) and (activation is None or residual is None)
-        if prepack:
+        if prepack and WeightState.is_traceable(self.weight):
             weight = self.packed.of(self.weight)
             if residual is not None:
                 return _onednn().binary(input, residual, weight, self.bias, "add")

@@ -31,7 +31,7 @@ def ladder_waterfall(rows: Sequence[Mapping[str, Any]], subtitle: str) -> tuple[
             words, (max(time, above, row["latency_ms_p80"]), level), (8, 0), textcoords="offset points", va="center"
         )
         above = time
-    ax.set(yticks=range(len(rungs)), yticklabels=[row["variant"] for row in rungs], xlim=(0, 1.3 * max(times)))
+    ax.set(yticks=range(len(rungs)), yticklabels=[row["variant"] for row in rungs], xlim=(0, 1.42 * max(times)))
     ax.set(xlabel="latency, ms: median, and p20 to p80 as a line", ylim=(len(rungs) - 0.4, -0.6))
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="y", visible=False)

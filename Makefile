@@ -1,0 +1,60 @@
+# Two commands matter: `make run` (execute the notebooks here, write the report) and `make test`.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+BENCHES = $(patsubst kimivl_lab/bench/%.py,%,$(shell grep -l __main__ kimivl_lab/bench/*.py))
+TEXTS = $(sort $(wildcard notebooks/text/*.py notebooks/text/solutions/*.py))
+NOTEBOOKS = $(TEXTS:notebooks/text/%.py=notebooks/%.ipynb)
+NBVAL := -p no:randomly --nbval --nbval-current-env --nbval-sanitize-with=tests/nbval_sanitize.cfg --nbval-cell-timeout=300
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv run test lint lab bench notebooks clean $(BENCHES:%=bench-%) $(NOTEBOOKS)
+
+help: ## this list
+	@awk -F ':.*## ' '/^[.a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+.venv: $(INSTALLED) ## create the environment (PYTHON=python3.12 picks another interpreter)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+	  "kimivl-lab needs Python 3.11 or newer, $(PYTHON) is %d.%d; try: make PYTHON=python3.12" % v[:2])'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e ".[notebooks,dev]"
+	@touch $@
+
+run: .venv ## execute the notebooks on this machine, write build/report/index.html
+	$(PY) -m kimivl_lab.report
+
+# Two workers with one thread each: the suite is sized for two cores.
+test: lint ## lint, the tests, and every notebook against its saved outputs
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests notebooks -n 2 --dist loadfile $(NBVAL)
+
+lint: .venv ## ruff check, ruff format --check, ty check
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m ty check
+
+lab: .venv ## open the notebooks in JupyterLab
+	$(PY) -m jupyterlab --ServerApp.root_dir=notebooks
+
+bench: $(BENCHES:%=bench-%) ## run every benchmark at its quick size, records in build/measurements
+
+$(BENCHES:%=bench-%): bench-%: .venv
+	$(PY) -m kimivl_lab.bench.$* --quick
+
+notebooks: $(NOTEBOOKS) data/figures/front.png ## rebuild every .ipynb from notebooks/text and execute it in place
+
+$(NOTEBOOKS): notebooks/%.ipynb: notebooks/text/%.py .venv
+	$(PY) -m jupytext --quiet --update --update-metadata '{"jupytext": null}' --to ipynb --output $@ $<
+	$(PY) -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
+	  --ExecutePreprocessor.extra_arguments=--IPKernelApp.log_level=40 $@
+
+data/figures/front.png: notebooks/00_start_here.ipynb
+	@mkdir -p $(@D)
+	@$(PY) -c 'import base64, nbformat, sys; from kimivl_lab.report.contents import contents; \
+	  open(sys.argv[2], "wb").write(base64.b64decode(contents(nbformat.read(sys.argv[1], 4)).picture))' $< $@
+
+clean: ## remove what running and testing wrote, keep the environment
+	rm -rf build .pytest_cache .ruff_cache .hypothesis kimivl_lab.egg-info
+	find kimivl_lab tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf

@@ -1,0 +1,194 @@
+"""The ladder: from the encoder before anybody made it fast to this one, an optimisation a rung, on the same pictures.
+
+    python -m kimivl_lab.bench.ladder [--preset lab] [--dtype float32] [--quick] [--out DIR] [--device cpu]
+
+"Before" is the encoder as it was first served: one mask over all pictures, the longest picture's length read in every
+layer, the position table interpolated at every call, complex rope on float32 copies, a strided convolution, a loop over
+pictures to merge. Each rung changes one thing. Every rung is compared with the float32 reference before any is timed;
+all rungs run in turn. A rung that does not pay on this machine stays.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import EncoderOptions, MoonViTConfig
+from ..datasets import draw_sizes, sample_images
+from ..geometry import Grid, as_grid_list, image_geometry, patch_counts
+from ..image_processor import KimiVLImageProcessor
+from ..measure.accuracy import checked_errors
+from ..measure.memory import peak_memory_mib
+from ..measure.records import Recorder
+from ..measure.timing import time_interleaved
+from ..moonvit.attention import PackedAttention, resolve_attention, sdpa_masked_attention
+from ..moonvit.layers import Kernels
+from ..moonvit.linear import prepack_unavailable
+from ..moonvit.merger import patch_merger, patch_merger_packed
+from ..moonvit.metadata import EncoderMetadata
+from ..moonvit.model import MoonVitPretrainedModel
+from ..moonvit.rope import resolve_rotation, rotate_complex
+from . import command
+
+DTYPES = {"float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 0.05)}
+QUICK_PICTURES = ("astronaut", "coffee", "china")
+COLUMNS = (
+    "case",
+    "variant",
+    "images",
+    "patches",
+    "latency_ms_p50",
+    "latency_ms_p20",
+    "latency_ms_p80",
+    "repeats",
+    "speedup_ratio",
+    "peak_mem_mib",
+    "relative_error",
+)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to run the tower; the fields are what the rungs change."""
+
+    name: str
+    masked: bool = True
+    bound_per_layer: bool = True
+    position: str = "interpolate"
+    in_place_rope: bool = False
+    convolution: bool = True
+    packed_merge: bool = False
+    prepack: bool = False
+
+
+def rungs(device: torch.device, dtype: torch.dtype) -> list[Rung]:
+    """From first to last; prepacked layers only where there are some."""
+    ladder = [Rung("before")]
+
+    def step(name: str, **changes: object) -> None:
+        ladder.append(replace(ladder[-1], name=name, **changes))
+
+    step("attention per picture", masked=False)
+    step("metadata built once", bound_per_layer=False, packed_merge=True)
+    step("separable position operator", position="adaptive")
+    step("position cache", position="cached")
+    step("fused rope", in_place_rope=True)
+    step("linear patch embedding", convolution=False)
+    if prepack_unavailable(dtype, device) is None:
+        step("fused, prepacked layers", prepack=True)
+    return ladder
+
+
+def encode(tower: MoonVitPretrainedModel, pixels: Tensor, grid_hws: Tensor, rung: Rung) -> Tensor:
+    """The tower's forward, the way `rung` does it: (T, 4, D)."""
+    tower.set_options(position=rung.position)
+    metadata = tower.prepare_encoder_metadata(grid_hws)
+    if rung.convolution:
+        x = tower.patch_embed.proj(pixels.to(tower.dtype)).flatten(1) + metadata.pos_embeds
+    else:
+        x = tower.patch_embed(pixels, metadata.pos_embeds)
+    attend = sdpa_masked_attention if rung.masked else resolve_attention("auto", tower.device, tower.dtype)
+    rotate = resolve_rotation("auto", tower.device, inference=True) if rung.in_place_rope else rotate_complex
+    kernels = Kernels(rotate, _reading_the_bound(attend) if rung.bound_per_layer else attend, rung.prepack)
+    x = tower.encoder(x, metadata, kernels)
+    if rung.packed_merge:
+        return patch_merger_packed(x, metadata.merge_gather_idx, tower.config.merge_size)
+    return torch.cat(patch_merger(x, as_grid_list(grid_hws.tolist()), tower.config.merge_kernel_size))
+
+
+def _reading_the_bound(attend: PackedAttention) -> PackedAttention:
+    def run(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
+        bound = int(metadata.cu_seqlens.diff().max())  # on a GPU: a wait for the device, in every layer
+        return attend(q, k, v, replace(metadata, max_seqlen=bound))
+
+    return run
+
+
+def batches(quick: bool, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """(pixel values, grids) by name: photographs (all sample pictures unless `quick`), 8 pictures of COCO's sizes."""
+    files = sample_images()
+    names = QUICK_PICTURES if quick else tuple(files)
+    pictures = KimiVLImageProcessor()([files[name] for name in names])
+    found = {f"{len(names)} sample pictures": (pictures.pixel_values, pictures.image_grid_hws)}
+    if not quick:
+        grids: list[Grid] = [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 8, seed)]
+        noise = torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=torch.Generator().manual_seed(seed))
+        found["8 pictures of COCO's sizes"] = (noise, torch.tensor(grids))
+    return found
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
+    """One record; returns each case's total speed-up."""
+    dtype, tolerance = DTYPES[options.dtype]
+    torch.manual_seed(options.seed)
+    reference_options = EncoderOptions(attention="sdpa", position="interpolate", rope="complex", linear="plain")
+    exact = MoonVitPretrainedModel(MoonViTConfig.preset(options.preset), reference_options).eval().to(options.device)
+    tower = MoonVitPretrainedModel(exact.config).eval()
+    tower.load_state_dict(exact.state_dict())
+    tower = tower.to(device=options.device, dtype=dtype)
+    repeats = 3 if options.quick else options.repeats
+    settings = command.settings(options, preset=options.preset, warmup=2, repeats=repeats)
+    speedups = {}
+    with Recorder(
+        "ladder", options.dtype, COLUMNS, directory=options.out, device=options.device, settings=settings
+    ) as record:
+        for case, (pixels, grids) in batches(options.quick, options.seed).items():
+            command.progress(f"ladder {options.preset} {options.dtype}: {case}")
+            pixels = pixels.to(options.device)
+            for row in climb(exact, tower, pixels, grids, tolerance, repeats):
+                record.add({"case": case, **row})
+                speedups[case] = row["speedup_ratio"]
+        command.progress(f"wrote {record.path}")
+    return speedups
+
+
+@torch.inference_mode()
+def climb(
+    exact: MoonVitPretrainedModel,
+    tower: MoonVitPretrainedModel,
+    pixels: Tensor,
+    grids: Tensor,
+    tolerance: float,
+    repeats: int,
+) -> Iterator[dict[str, Any]]:
+    """Checks and times every rung on one batch; the rows of a record, less their case."""
+    runs = {rung.name: partial(encode, tower, pixels, grids, rung) for rung in rungs(tower.device, tower.dtype)}
+    errors = checked_errors(runs, exact(pixels, grids), tolerance)
+    memory = {name: peak_memory_mib(once, tower.device) for name, once in runs.items()}
+    timings = time_interleaved(
+        runs,
+        device=tower.device,
+        warmup=0,  # the two calls above
+        repeats=repeats,
+        on_round=lambda done: command.progress(f"  round {done} of {repeats}"),
+    )
+    for name, timing in timings.items():
+        peak = memory[name]
+        yield {
+            "variant": name,
+            "images": len(grids),
+            "patches": pixels.shape[0],
+            "speedup_ratio": round(timings["before"].p50_ms / timing.p50_ms, 3),
+            "peak_mem_mib": None if peak is None else round(peak, 1),
+            "relative_error": f"{errors[name]:.3g}",
+            **timing.row(),
+        }
+
+
+def main() -> None:
+    parser = command.parser("ladder", __doc__)
+    parser.add_argument("--preset", default="lab", choices=("tiny", "lab", "kimi-vl-a3b"), help="%(default)s")
+    parser.add_argument("--dtype", default="float32", choices=tuple(DTYPES), help="%(default)s")
+    parser.add_argument("--repeats", type=int, default=9, help="counted rounds (%(default)s)")
+    options = parser.parse_args()
+    command.finish(
+        {"benchmark": "ladder", "preset": options.preset, "dtype": options.dtype, "total_speedup": run(options)}
+    )
+
+
+if __name__ == "__main__":
+    main()

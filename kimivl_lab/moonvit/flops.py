@@ -1,0 +1,21 @@
+"""Floating-point operations of the tower, by formula; a multiply-add counts as two.
+
+A patch costs 2 N (4 D^2 + 2 D F) in the linear layers of N blocks (0.822 GFLOP at full size) and 4 n D N in attention,
+n the patches of its own image; the patch embedding adds 2 * 588 D.
+"""
+
+from collections.abc import Sequence
+
+from ..config import MoonViTConfig
+from ..geometry import Grid, patch_counts
+
+
+def tower_flops(config: MoonViTConfig, grid_hws: Sequence[Grid]) -> dict[str, int]:
+    """FLOPs of one forward over all `grid_hws`: "patch_embed", "linear", "attention"; the rest is left out."""
+    lengths = patch_counts(grid_hws)
+    layers, dim, hidden = config.num_hidden_layers, config.hidden_size, config.intermediate_size
+    return {
+        "patch_embed": 2 * config.patch_dim * dim * sum(lengths),
+        "linear": 2 * layers * (4 * dim * dim + 2 * dim * hidden) * sum(lengths),
+        "attention": 4 * layers * dim * sum(n * n for n in lengths),
+    }

@@ -1,0 +1,1 @@
+"""The report: every notebook executed on this machine, and one page that shows what came out."""

@@ -1,0 +1,247 @@
+"""What every notebook keeps to: its skeleton, its size, outputs saved in order, one source, and how nbval compares."""
+
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+from nbval.plugin import get_sanitize_patterns
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+MAIN = sorted(NOTEBOOKS.glob("*.ipynb"))
+SOLUTIONS = sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
+SECTIONS = [
+    "The question",
+    "You will be able to",
+    "Needs",
+    "Versions and machine",
+    "Predict",
+    "Build",
+    "Check equality",
+    "Measure",
+    "What to remember",
+    "Exercises",
+    "References",
+]
+TAGS = {"nbval-ignore-output", "headline", "result"}
+MACHINE_PATH = re.compile(r"(?<![\w.:/])/(home|root|tmp|work|Users|mnt|opt|usr|var)/|\b[A-Z]:\\")
+SANITIZE = ROOT / "tests" / "nbval_sanitize.cfg"
+
+each_notebook = pytest.mark.parametrize("path", [*MAIN, *SOLUTIONS], ids=lambda path: path.stem)
+each_main = pytest.mark.parametrize("path", MAIN, ids=lambda path: path.stem)
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(path):
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+def tagged(path, tag):
+    return [cell for cell in read(path).cells if tag in cell.metadata.get("tags", [])]
+
+
+def sections(path):
+    """Heading of the second level -> the cells' text below it; the first cell's title stands under ""."""
+    found, heading = {"": ""}, ""
+    for cell in read(path).cells:
+        for line in cell.source.splitlines():
+            if cell.cell_type == "markdown" and line.startswith("## "):
+                heading = line.removeprefix("## ")
+                assert heading not in found, f"{heading!r} stands twice"
+                found[heading] = ""
+            else:
+                found[heading] += line + "\n"
+    return found
+
+
+def test_there_are_notebooks():
+    assert len(MAIN) >= 2
+
+
+def test_every_notebook_has_its_solutions():
+    assert [path.stem for path in SOLUTIONS] == [f"{path.stem}__SOLUTION" for path in MAIN]
+    assert all(re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem) for path in MAIN)
+
+
+@each_notebook
+def test_the_text_is_the_source_of_the_notebook(path):
+    text = NOTEBOOKS / "text" / path.relative_to(NOTEBOOKS).with_suffix(".py")
+    source, built = jupytext.read(text), read(path)
+    assert source.metadata["kimivl_lab"] == built.metadata["kimivl_lab"]
+    assert built.metadata["kernelspec"]["name"] == "python3"
+    cells = [[(c.cell_type, c.source, c.metadata.get("tags", [])) for c in one.cells] for one in (source, built)]
+    assert cells[0] == cells[1], "run `make notebooks`"
+
+
+def test_every_text_has_its_notebook():
+    texts = {path.relative_to(NOTEBOOKS / "text").with_suffix("") for path in (NOTEBOOKS / "text").rglob("*.py")}
+    assert texts == {path.relative_to(NOTEBOOKS).with_suffix("") for path in [*MAIN, *SOLUTIONS]}
+
+
+@each_notebook
+def test_outputs_were_saved_by_one_run_from_top_to_bottom(path):
+    cells = code_cells(path)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+
+
+@each_notebook
+def test_no_error_and_no_stderr_is_saved(path):
+    outputs = [output for cell in code_cells(path) for output in cell.outputs]
+    assert outputs
+    assert [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"] == []
+
+
+@each_notebook
+def test_no_machine_path_is_saved(path):
+    for cell in read(path).cells:
+        texts = [cell.source]
+        for output in cell.get("outputs", []):
+            texts += [output.get("text", "")]
+            texts += [str(value) for mime, value in output.get("data", {}).items() if not mime.startswith("image/")]
+        assert [text for text in texts if MACHINE_PATH.search(text)] == []
+
+
+@each_notebook
+def test_cells_are_short(path):
+    lines = [len(cell.source.splitlines()) for cell in code_cells(path)]
+    assert max(lines) <= 25
+    assert statistics.median(lines) <= 8
+
+
+@each_notebook
+def test_few_outputs_are_not_compared(path):
+    used = [tag for cell in read(path).cells for tag in cell.metadata.get("tags", [])]
+    assert set(used) <= TAGS
+    assert used.count("nbval-ignore-output") <= 4
+    assert not any(re.search("#.*NBVAL_", cell.source) for cell in code_cells(path)), "tags, not comments"
+
+
+@each_main
+def test_a_notebook_has_20_to_45_cells(path):
+    assert 20 <= len(read(path).cells) <= 45
+
+
+@each_main
+def test_the_skeleton(path):
+    found = sections(path)
+    assert list(found) == ["", *SECTIONS]
+    assert re.fullmatch(r"# \S.*\n\n", found[""])
+    for heading, text in found.items():
+        assert text.strip(), f"nothing under {heading!r}"
+
+
+@each_main
+def test_the_question_is_one_sentence_and_the_metadatas(path):
+    question = " ".join(sections(path)["The question"].split())
+    assert question == read(path).metadata["kimivl_lab"]["question"]
+    assert question.endswith("?") and not re.search(r"[.?!] ", question)
+
+
+@each_main
+def test_three_verbs_name_what_one_will_be_able_to_do(path):
+    items = re.findall(r"^- (.*)", sections(path)["You will be able to"], re.MULTILINE)
+    assert len(items) == 3
+    assert all(re.match(r"\*\*[a-z]+\*\* ", item) for item in items)
+
+
+@each_main
+def test_metadata_say_what_it_needs(path):
+    needs = read(path).metadata["kimivl_lab"]
+    assert set(needs) == {"question", "minutes_cpu", "gpu", "data"}
+    assert isinstance(needs["minutes_cpu"], int) and needs["minutes_cpu"] >= 1
+    assert needs["gpu"] in {"optional", "required"}
+    assert re.search(r"CPU", sections(path)["Needs"]) and re.search(r"GPU", sections(path)["Needs"])
+
+
+@each_notebook
+def test_the_first_code_cell_prints_machine_and_versions(path):
+    first = code_cells(path)[0]
+    assert "device_name(" in first.source and "versions()" in first.source
+    assert "torch" in "".join(output.get("text", "") for output in first.outputs)
+    assert "nbval-ignore-output" in first.metadata.tags
+
+
+@each_main
+def test_headline_and_result_for_the_report(path):
+    (headline,) = tagged(path, "headline")
+    assert any("image/png" in output.get("data", {}) for output in headline.outputs)
+    (result,) = tagged(path, "result")
+    assert result.cell_type == "markdown" or "".join(output.get("text", "") for output in result.outputs).strip()
+
+
+@each_main
+def test_every_picture_is_followed_by_a_sentence_of_reading(path):
+    cells = read(path).cells
+    for cell, following in zip(cells, [*cells[1:], None], strict=True):
+        if any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])):
+            assert following is not None and following.cell_type == "markdown", cell.source
+
+
+@each_main
+def test_exercises_have_starter_code_with_checks_and_a_link_to_the_solutions(path):
+    exercises = sections(path)["Exercises"]
+    assert f"(solutions/{path.stem}__SOLUTION.ipynb)" in exercises
+    numbers = [int(number) for number in re.findall(r"^\*\*(\d)\.\*\*", exercises, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1)) and numbers
+    assert exercises.count("assert ") >= len(numbers)
+
+
+@each_notebook
+def test_links_to_files_of_the_project_lead_somewhere(path):
+    for cell in read(path).cells:
+        if cell.cell_type == "markdown":
+            for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", cell.source):
+                assert (path.parent / target).exists(), target
+
+
+def test_every_sanitize_rule_is_parsed_and_does_something():
+    text = SANITIZE.read_text()
+    rules = dict(get_sanitize_patterns(text))
+    assert len(rules) == len(re.findall(r"^regex:", text, re.MULTILINE)) == len(re.findall(r"^replace:", text, re.M))
+    examples = {
+        "<Thing at 0x7f0a12345678>": "<Thing at ADDRESS>",
+        "torch 2.13.0+cpu, 2.13.0+cu130": "torch 2.13.0, 2.13.0",
+    }
+    assert len(rules) == len(examples)
+    for (pattern, replacement), (before, after) in zip(rules.items(), examples.items(), strict=True):
+        assert re.sub(pattern, replacement, before) == after
+
+
+def test_nbval_as_make_test_calls_it_compares_text_and_not_pictures_or_markup(tmp_path):
+    flags = re.search(r"^NBVAL := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert flags
+    saved = {
+        "same": [new_output("stream", name="stdout", text="1\n")],
+        "other_text": [new_output("stream", name="stdout", text="2\n")],
+        "nothing": [],
+    }
+    shown = {"text/plain": "a table", "text/html": "<b>new</b>", "image/png": "bmV3", "image/svg+xml": "<svg/>"}
+    stale = shown | {"text/html": "<b>old</b>", "image/png": "b2xk", "image/svg+xml": "<svg></svg>"}
+    display = f"from IPython.display import display\ndisplay({shown!r}, raw=True)"
+    for name, outputs in saved.items():
+        cells = [
+            new_code_cell("print(1)", execution_count=1, outputs=outputs),
+            new_code_cell(display, execution_count=2, outputs=[new_output("display_data", data=stale)]),
+        ]
+        nbformat.write(new_notebook(cells=cells), tmp_path / f"{name}.ipynb")
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *flags[1].split()]
+    done = subprocess.run([*command, "-rA", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    lines = re.findall(r"^(PASSED|FAILED) \S*?(\w+\.ipynb::Cell \d)", done.stdout, re.MULTILINE)
+    verdicts = {cell: verdict for verdict, cell in lines}
+    assert verdicts == {
+        "same.ipynb::Cell 0": "PASSED",
+        "same.ipynb::Cell 1": "PASSED",
+        "other_text.ipynb::Cell 0": "FAILED",
+        "other_text.ipynb::Cell 1": "PASSED",
+        "nothing.ipynb::Cell 0": "FAILED",
+        "nothing.ipynb::Cell 1": "PASSED",
+    }, done.stdout

@@ -1,0 +1,140 @@
+"""README.md and data/README.md say what is so: tables, commands and code are read from them and checked."""
+
+import base64
+import re
+import shlex
+import shutil
+import statistics
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from PIL import Image
+
+from kimivl_lab import KimiVLConfig, KimiVLEncoder, KimiVLImageProcessor, cli, image_geometry
+from kimivl_lab.datasets import load_sizes
+from kimivl_lab.report.contents import contents
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+DATA_README = (ROOT / "data" / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = dict(re.findall(r"^([.a-z]+):.*## (.*)$", MAKEFILE, re.MULTILINE))
+
+
+def table(text, heading):
+    """Rows of the table whose first column is called `heading`, as lists of cells."""
+    lines = text.split(f"\n| {heading} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_table_of_notebooks_is_their_metadata():
+    rows = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        needs = nbformat.read(path, as_version=4).metadata["kimivl_lab"]
+        link = f"[{path.stem}](notebooks/{path.name})"
+        rows.append([link, needs["question"], str(needs["minutes_cpu"]), needs["gpu"], needs["data"]])
+    assert table(README, "notebook") == rows
+
+
+def test_the_table_of_commands_is_the_makefiles():
+    assert table(README, "command") == [[f"`make {name}`", words] for name, words in TARGETS.items()]
+
+
+def test_every_make_command_exists():
+    code = re.findall(r"`([^`\n]+)`", README) + [line for block in blocks("bash") for line in block.splitlines()]
+    named = {match[1] for one in code if (match := re.match(r"make (?:[A-Z]+=\S+ )?(\.?[a-z]+)", one))}
+    assert {"run", "test"} <= named <= TARGETS.keys()
+
+
+def test_the_front_picture_is_the_saved_headline_of_the_first_notebook():
+    (target,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
+    saved = contents(nbformat.read(ROOT / "notebooks" / "00_start_here.ipynb", as_version=4)).picture
+    assert (ROOT / target).read_bytes() == base64.b64decode(saved), "run `make notebooks`"
+
+
+def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys):
+    """In a folder with the data and a small checkpoint under the name that the README uses."""
+    shutil.copytree(ROOT / "data" / "images", tmp_path / "data" / "images")
+    torch.manual_seed(0)
+    KimiVLEncoder(KimiVLConfig.preset("tiny")).save_pretrained(tmp_path / "Kimi-VL-A3B-Instruct")
+    KimiVLImageProcessor().save_pretrained(tmp_path / "Kimi-VL-A3B-Instruct")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    code = blocks("python")
+    assert len(code) == 3
+    for block in code:
+        exec(compile(block, "README.md", "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "(368, 4, 288)" and printed[0] in README
+    assert names["rows"].shape == (368, 64)
+    assert printed[1] == f"(66, 66) 4356 1089 {[0, 4356, *[5676] * 7]}" and "4,356 patches" in README
+    x = torch.arange(5676)[:, None]
+    merged = names["patch_merger_packed"](x, names["index"])
+    assert torch.equal(merged.flatten(), names["index"])
+    assert torch.equal(names["metadata"].merge_gather_idx, names["index"])
+
+
+def test_the_command_lines_are_understood():
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("kimivl-lab")]
+    assert len(lines) == 3
+    for line in lines:
+        arguments = cli._parser().parse_args(shlex.split(line, comments=True)[1:])
+        for path in getattr(arguments, "images", []):
+            assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize(("text", "folder"), [(README, ROOT), (DATA_README, ROOT / "data")], ids=["README", "data"])
+def test_links_lead_somewhere(text, folder):
+    for target in re.findall(r"\]\((?!https?:|#)([^)]+)\)", text):
+        assert (folder / target).exists(), target
+
+
+def test_the_layout_is_the_repositorys():
+    (layout,) = blocks("text")
+    for line in layout.splitlines():
+        assert (ROOT / line.split()[0]).is_dir(), line
+
+
+def test_every_file_under_data_is_in_its_dictionary():
+    listed = set(re.findall(r"^\| ([\w.]+\.\w+) \|", DATA_README, re.MULTILINE)) | {"front.png", "README.md"}
+    folders = (path for path in (ROOT / "data").rglob("*") if path.is_file() and path.parent.name != "measurements")
+    assert listed == {path.name for path in folders}
+
+
+def test_every_picture_has_its_size_and_licence():
+    rows = {row[0]: row for row in table(DATA_README, "file")}
+    for path in (ROOT / "data" / "images").iterdir():
+        with Image.open(path) as image:
+            assert rows[path.name][1] == f"{image.width}x{image.height}"
+        assert all(rows[path.name])
+
+
+def test_every_workload_has_its_counts_and_source():
+    rows = {row[0]: row for row in table(DATA_README.split("## workloads/")[1], "file")}
+    assert set(rows) == {path.name for path in (ROOT / "data" / "workloads").iterdir()}
+    for name, (_, *said, source) in rows.items():
+        sizes = load_sizes(name.removesuffix(".csv"))
+        patches = [image_geometry_or_none(w, h) for w, h, count in sizes for _ in range(count)]
+        kept = [count for count in patches if count is not None]
+        counts = (len(patches), len(sizes), statistics.median_low(kept), max(kept))
+        assert said == [f"{count:,}" for count in counts], name
+        assert source
+
+
+def image_geometry_or_none(width, height):
+    """Patches; None for a size that the processor refuses."""
+    try:
+        return image_geometry(width, height).patches
+    except ValueError:
+        return None
+
+
+def test_the_ledger_lists_every_record():
+    listed = [row[0].strip("`") for row in table(DATA_README + "\n", "record")]
+    assert listed == sorted(path.stem for path in (ROOT / "data" / "measurements").glob("*.csv"))
