@@ -23,8 +23,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e ".[notebooks,dev]"
 	@touch $@
 
-run: .venv ## execute the notebooks on this machine, write build/report/index.html
+run: .venv build/.ladder ## climb the ladder, execute the notebooks here, write build/report/index.html
 	$(PY) -m kimivl_lab.report
+
+build/.ladder: $(shell find kimivl_lab -name '*.py') | $(INSTALLED)
+	$(PY) -m kimivl_lab.bench.ladder --quick
+	@touch $@
 
 # Two workers with one thread each: the suite is sized for two cores.
 test: lint ## lint, the tests, and every notebook against its saved outputs

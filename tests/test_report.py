@@ -14,6 +14,7 @@ from kimivl_lab.measure.records import Recorder
 from kimivl_lab.report import __main__ as report
 from kimivl_lab.report import execution, ladder
 from kimivl_lab.report.contents import contents
+from kimivl_lab.report.formulas import with_mathml
 
 PLOT = 'from IPython.display import Image, display\ndisplay(Image(data={png!r}, format="png"))'
 RED, BLUE = (b"\x89PNG\r\n\x1a\n" + word for word in (b"red", b"blue"))  # the headline cell shows both, blue last
@@ -118,7 +119,6 @@ def test_contents_of_a_notebook(first_run):
     assert good.picture == PNG_OF[BLUE]
     assert good.picture_alt == "blue is better than red_one."
     assert good.result_html == "<p>7 &lt; 8</p><p>*always*</p>"
-    assert good.has_formulas
     failed = contents(nbformat.read(out / "notebooks" / "10_bad.ipynb", as_version=4))
     assert (failed.title, failed.picture, failed.result_html) == ("A bad one", "", "")
 
@@ -145,11 +145,17 @@ def test_the_index_is_one_readable_file(first_run):
         assert words in index.text
 
 
-def test_only_formulas_are_fetched(first_run):
+def test_formulas_are_in_the_page_and_nothing_is_fetched(first_run):
     _, out, _, _ = first_run
     page = Page(out / "00_good.html")
-    assert [tag for tag, _ in page.fetched] == ["script"]
-    assert "mathjax" in page.fetched[0][1].lower()
+    assert page.fetched == []
+    assert "math" in page.tags
+
+
+def test_code_keeps_its_dollars():
+    assert with_mathml("cost `$HOME` is\n```\n$a$\n```\n") == "cost `$HOME` is\n```\n$a$\n```\n"
+    assert with_mathml("a $x_1$ b").count("<math") == 1
+    assert 'display="block"' in with_mathml("$$\\frac{a}{b}$$")
 
 
 def test_an_unchanged_notebook_is_not_executed_again(first_run, monkeypatch):

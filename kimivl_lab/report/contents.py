@@ -19,7 +19,6 @@ class Contents:
     picture: str
     picture_alt: str
     result_html: str
-    has_formulas: bool
 
 
 def contents(notebook: NotebookNode) -> Contents:
@@ -39,7 +38,6 @@ def contents(notebook: NotebookNode) -> Contents:
         picture=picture,
         picture_alt=alt,
         result_html="".join(results),
-        has_formulas=any("$" in text for text in texts),
     )
 
 

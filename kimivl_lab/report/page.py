@@ -1,5 +1,6 @@
 """The pages: an index with a card for each notebook, and each executed notebook. One file each, nothing to fetch."""
 
+import copy
 import os
 import re
 from collections.abc import Collection
@@ -16,6 +17,7 @@ from pygments.formatters.html import HtmlFormatter
 from ..measure.provenance import provenance
 from .contents import Contents, contents, pictures
 from .execution import Execution
+from .formulas import show_formulas
 
 _FOLDER = Path(__file__).parent
 _TEMPLATES = jinja2.Environment(
@@ -58,7 +60,9 @@ def write_notebook_page(
     card = Card(path.stem, contents(notebook), execution, cached)
     for _, output, words in pictures(notebook):
         output.metadata["alt"] = words
-    body, _ = _exporter().from_notebook_node(notebook)
+    shown = copy.deepcopy(notebook)
+    show_formulas(shown)
+    body, _ = _exporter().from_notebook_node(shown)
 
     def link(match: re.Match[str]) -> str:
         target = path.parent / match[1]
@@ -68,7 +72,7 @@ def write_notebook_page(
 
     body = re.sub(r'href="(?!\w+:|#)([^"]+)"', link, body)
     page = folder / f"{card.name}.html"
-    _write(page, "notebook.html.j2", card=card, body=body, mathjax_url=_exporter().mathjax_url)
+    _write(page, "notebook.html.j2", card=card, body=body)
     return card
 
 
