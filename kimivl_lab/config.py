@@ -128,12 +128,15 @@ class EncoderOptions:
     rope: "complex" (the reference), "real", "compiled", "in_place" or "auto"; see `kimivl_lab.moonvit.rope`.
     linear: "plain" (the reference), "prepacked" (a second copy of the weights in the CPU library's layout, activation
         and residual fused) or "auto"; see `kimivl_lab.moonvit.linear`.
+    compile: run the blocks through torch.compile, which fuses norms, rope, activations and residuals: one graph for
+        all blocks and batches. `rope` and `linear` are then the compiler's.
     """
 
     attention: str = "auto"
     position: str = "cached"
     rope: str = "auto"
     linear: str = "auto"
+    compile: bool = False
 
 
 def _preset(table: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..config import EncoderOptions, MoonViTConfig
 from .attention import PackedAttention, resolve_attention
+from .compiled import CompiledFunction
 from .linear import GELU_TANH, FusedLinear, prepack_unavailable
 from .metadata import EncoderMetadata
-from .rope import Rotation, resolve_rotation
+from .rope import Rotation, resolve_rotation, rotate_real
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Kernels:
     rotate: Rotation
     attend: PackedAttention
     prepack: bool
+    compiled: bool = False
 
     @classmethod
     def resolve(cls, options: EncoderOptions, device: torch.device, dtype: torch.dtype) -> "Kernels":
@@ -33,9 +35,10 @@ class Kernels:
         if options.linear == "prepacked" and reason:
             raise ValueError(f"linear='prepacked': {reason}")
         return cls(
-            rotate=resolve_rotation(options.rope, device, inference=inference),
+            rotate=rotate_real if options.compile else resolve_rotation(options.rope, device, inference=inference),
             attend=resolve_attention(options.attention, device, dtype),
-            prepack=inference and options.linear != "plain" and reason is None,
+            prepack=inference and options.linear != "plain" and reason is None and not options.compile,
+            compiled=options.compile,
         )
 
 
@@ -73,6 +76,9 @@ class MoonVitEncoderLayer(nn.Module):
         return self.mlp(self.norm1(x), residual=x, prepack=kernels.prepack)
 
 
+compiled_block = CompiledFunction(MoonVitEncoderLayer.forward, "the encoder's block")
+
+
 class MoonVitEncoder(nn.Module):
     """All blocks and the final norm."""
 
@@ -83,6 +89,7 @@ class MoonVitEncoder(nn.Module):
 
     def forward(self, x: Tensor, metadata: EncoderMetadata, kernels: Kernels) -> Tensor:
         """(L, D) -> (L, D)."""
+        run = compiled_block if kernels.compiled else MoonVitEncoderLayer.__call__
         for block in self.blocks:
-            x = block(x, metadata, kernels)
+            x = run(block, x, metadata, kernels)
         return self.final_layernorm(x)

@@ -20,14 +20,13 @@ Source: Rope2DPosEmb and apply_rope of the published MoonViT. (Two serving engin
 way round; their code is as here.)
 """
 
-import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..geometry import MAX_GRID_SIDE, Grid
+from .compiled import CompiledFunction
 
 _BLOCK_ROWS = 256  # 256 rows of q and k at 16 heads of 72: 2.4 MB in float32, inside the second-level caches
 
@@ -104,24 +103,7 @@ def rotate_real(qk: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.stack((re * cos - im * sin, re * sin + im * cos), dim=-1).flatten(-2).to(qk.dtype)
 
 
-def rotate_compiled(qk: Tensor, cos_sin: Tensor) -> Tensor:
-    """`rotate_real` as one kernel, made once for all shapes; warns and falls back to `rotate_complex` without one."""
-    global _compiler_works
-    if _compiler_works:
-        try:
-            return _compiled_rotate()(qk, cos_sin)
-        except Exception as error:  # a machine without a compiler fails here, in many ways
-            _compiler_works = False
-            warnings.warn(f"torch.compile failed ({type(error).__name__}); rope runs uncompiled", stacklevel=2)
-    return rotate_complex(qk, cos_sin)
-
-
-_compiler_works = True
-
-
-@cache
-def _compiled_rotate() -> Callable[[Tensor, Tensor], Tensor]:
-    return torch.compile(rotate_real, dynamic=True)
+rotate_compiled = CompiledFunction(rotate_real, "the rotation of q and k", fallback=rotate_complex)
 
 
 def rotate_in_place(qk: Tensor, cos_sin: Tensor) -> Tensor:
