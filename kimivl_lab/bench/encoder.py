@@ -5,10 +5,12 @@
 Peers: transformers' Kimi-K2.5 tower with scaled_dot_product_attention, and open-moonvit where it is installed
 (`pip install --no-deps open-moonvit loguru`). Random weights: speed does not depend on them. Every variant is compared
 with the float32 reference before it is timed. `peak_share` is the share of this machine's own matrix-product rate,
-measured in the same run; rows of the phase "part" split one forward of ours by kind of operator (profiler, self time).
+measured in the same rounds; rows of the phase "part" split one forward of ours by kind of operator (the profiler's self
+time).
 """
 
 import argparse
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,7 +23,7 @@ from ..geometry import Grid, patch_counts
 from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
 from ..measure.records import Recorder
-from ..measure.roofline import matmul_peak_tflops
+from ..measure.roofline import matmul, matmul_tflops
 from ..measure.timing import time_interleaved
 from ..moonvit.flops import tower_flops
 from ..moonvit.model import MoonVitPretrainedModel
@@ -70,6 +72,13 @@ def build(options: argparse.Namespace) -> tuple[MoonVitPretrainedModel, MoonVitP
     return exact, tower.to(device=options.device, dtype=getattr(torch, options.dtype))
 
 
+def compiled(tower: MoonVitPretrainedModel) -> MoonVitPretrainedModel:
+    """The same weights through compiled blocks."""
+    twin = copy.copy(tower)
+    twin.set_options(compile=True)
+    return twin
+
+
 def pixels_of(grids: list[Grid], seed: int) -> Tensor:
     """(L, 3, 14, 14) float32 noise of unit variance."""
     return torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=torch.Generator().manual_seed(seed))
@@ -80,8 +89,11 @@ def compare(
     exact: MoonVitPretrainedModel, tower: MoonVitPretrainedModel, options: argparse.Namespace, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Rows of a record."""
-    peak = matmul_peak_tflops(tower.dtype, tower.device)
     others = peers(tower)
+    variants = {"kimivl_lab": tower}
+    if options.compiled:
+        variants["kimivl_lab, compiled"] = compiled(tower)
+    product = matmul(tower.dtype, tower.device)
     for case, grids in CASES.items():
         if options.quick and case != "32x32":
             continue
@@ -89,18 +101,21 @@ def compare(
         pixels = pixels_of(grids, options.seed)
         want = exact(pixels, grids).to(tower.device)
         pixels = pixels.to(tower.device)
-        runs: dict[str, Callable[[], Tensor]] = {"kimivl_lab": partial(tower, pixels, grids)}
+        runs: dict[str, Callable[[], Tensor]] = {
+            name: partial(variant, pixels, grids) for name, variant in variants.items()
+        }
         runs |= {name: prepare(pixels, grids) for name, prepare in others.items()}
         errors = checked_errors(runs, want, TOLERANCE[options.dtype])
         memory = {name: peak_memory_mib(run, tower.device) for name, run in runs.items()}
         timings = time_interleaved(
-            runs,
+            {**runs, "matmul": product},
             device=tower.device,
-            warmup=1,
+            warmup=0,  # the two calls above
             repeats=repeats,
             on_round=lambda done: command.progress(f"  round {done} of {repeats}"),
         )
         flops, patches = sum(tower_flops(tower.config, grids).values()), pixels.shape[0]
+        peak = matmul_tflops(timings.pop("matmul"), tower.device)
         for name, timing in timings.items():
             speed, used = flops / timing.p50_ms / 1e9, memory[name]
             yield {
@@ -145,11 +160,12 @@ def main() -> None:
     parser = command.parser("encoder", __doc__)
     parser.add_argument("--preset", default="kimi-vl-a3b", choices=("tiny", "lab", "kimi-vl-a3b"), help="%(default)s")
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(TOLERANCE), help="%(default)s")
+    parser.add_argument("--compiled", action="store_true", help="also with compiled blocks (needs a compiler)")
     parser.add_argument("--repeats", type=int, default=7, help="counted rounds (%(default)s)")
     options = parser.parse_args()
     repeats = 3 if options.quick else options.repeats
     exact, tower = build(options)
-    settings = command.settings(options, preset=options.preset, warmup=3, repeats=repeats)
+    settings = command.settings(options, preset=options.preset, warmup=2, repeats=repeats)
     with Recorder(
         "encoder", options.dtype, COLUMNS, directory=options.out, device=options.device, settings=settings
     ) as record:

@@ -1,6 +1,7 @@
 """Independent implementations of MoonViT with this library's weights: what ours is checked against and timed beside."""
 
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -70,10 +71,9 @@ def open_moonvit_tower(tower: MoonVitPretrainedModel) -> torch.nn.Module:
 
     It turns the rows' axis in the first half of each head and the columns' in the second, contiguous halves in each.
     """
-    from open_moonvit import MoonViT, MoonViTConfig  # ty: ignore[import-not-found]
-
+    open_moonvit = import_module("open_moonvit")
     ours = tower.config
-    config = MoonViTConfig(
+    config = open_moonvit.MoonViTConfig(
         hidden_size=ours.hidden_size,
         intermediate_size=ours.intermediate_size,
         num_hidden_layers=ours.num_hidden_layers,
@@ -103,7 +103,7 @@ def open_moonvit_tower(tower: MoonVitPretrainedModel) -> torch.nn.Module:
                 q, k = (_axes_apart(rows, ours.num_attention_heads) for rows in (q, k))
                 value = torch.cat((q, k, v))
             mapped[f"layers.{index}.{names[module]}.{kind}"] = value
-    peer = MoonViT(config).to(dtype=tower.dtype, device=tower.device).eval()
+    peer = open_moonvit.MoonViT(config).to(dtype=tower.dtype, device=tower.device).eval()
     peer.load_state_dict({name: value.detach() for name, value in mapped.items()}, strict=False)
     missing = set(peer.state_dict()) - set(mapped)
     if any("inv_freq" not in name for name in missing):

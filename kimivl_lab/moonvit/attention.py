@@ -14,6 +14,7 @@ The first three are one operator of torch.library, `kimivl_lab::packed_attention
 compiled graph holds it as one node that reads `cu_seqlens` when it runs.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -41,9 +42,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
     if backend == "sdpa":
         return _sdpa_segments(q, k, v, cu_seqlens, max_seqlen)
     if backend == "flash_attn":
-        from flash_attn import flash_attn_varlen_func  # ty: ignore[import-not-found]
-
-        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        flash_attn = importlib.import_module("flash_attn")
+        return flash_attn.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)

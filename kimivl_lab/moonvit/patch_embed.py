@@ -2,8 +2,8 @@
 
 The parameter keeps the convolution's name and shape, [D, 3, 14, 14], so the published weights load one to one.
 
-uint8 patches: the processor's normalisation x = (u/255 - 0.5) / 0.5 is folded into the map. With v = (u - 128) / 128,
-exact in bfloat16 for every u, x = (256 v + 1) / 255, so W x + b = (256/255 W) v + (b + sum(W) / 255).
+uint8 patches: the processor's normalisation x = (u/255 - 0.5) / 0.5 is folded into the map. With v = u - 128, exact in
+bfloat16 for every u, x = (2 v + 1) / 255, so W x + b = (2/255 W) v + (b + sum(W) / 255).
 """
 
 import torch
@@ -14,7 +14,7 @@ from ..config import MoonViTConfig
 from .position import Learnable2DInterpPosEmb
 from .precision import compute_dtype
 
-_UINT8_SCALE = 256 / 255
+_UINT8_SCALE = 2 / 255
 _UINT8_SHIFT = 1 / 255
 
 
@@ -41,5 +41,5 @@ class MoonVisionPatchEmbed(nn.Module):
             precise = weight.to(compute_dtype(weight.dtype))
             bias = (bias + precise.sum(1) * _UINT8_SHIFT).to(weight.dtype)
             weight = (precise * _UINT8_SCALE).to(weight.dtype)
-            patches = (patches.to(weight.dtype) - 128) / 128
+            patches = patches.to(weight.dtype) - 128
         return F.linear(patches.to(weight.dtype), weight, bias)

@@ -1,0 +1,99 @@
+"""Every benchmark's CUDA side in one go: full preset, random weights, under eight minutes on one GPU.
+
+    python -m kimivl_lab.bench.gpu_suite [--out DIR] [--device cuda] [--budget 460] [--quick]
+
+Runs from the repository's folder alone (PYTHONPATH=. is enough, nothing need be installed beside torch, transformers,
+numpy and Pillow). Each step is a benchmark in a process of its own: it checks before it times and writes its record as
+it goes, so a step that fails, even by taking the device down with it, costs only itself. Steps that no longer fit the
+budget are skipped and named. The last line is one JSON document. With `--device cpu --quick` it is a dry run.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import command
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process: `python -m kimivl_lab.bench.<module> <arguments>`; `seconds` is what it is expected to take."""
+
+    name: str
+    module: str
+    seconds: int
+    arguments: tuple[str, ...] = ()
+
+
+STEPS = (
+    Step("attention", "attention", 40),
+    Step("rope", "rope", 60),
+    Step("position", "position", 60),
+    Step("upload", "upload", 30),
+    Step("encoder, bfloat16", "encoder", 90, ("--dtype", "bfloat16", "--compiled")),
+    Step("encoder, float32", "encoder", 60, ("--dtype", "float32", "--repeats", "5")),
+    Step("ladder, bfloat16", "ladder", 90, ("--dtype", "bfloat16", "--preset", "kimi-vl-a3b", "--repeats", "5")),
+)
+
+
+def run_steps(steps: Sequence[Step], options: argparse.Namespace) -> dict[str, Any]:
+    """Results by step: the step's own JSON, or why there is none."""
+    deadline = time.monotonic() + options.budget
+    results: dict[str, Any] = {}
+    for step in steps:
+        left = deadline - time.monotonic()
+        if left < step.seconds and not options.quick:
+            results[step.name] = {"skipped": f"{left:.0f} s left of the budget, expects {step.seconds} s"}
+        else:
+            command.progress(f"=== {step.name} ({left:.0f} s left)")
+            results[step.name] = run_step(step, options, timeout=max(1.0, left))
+        if "skipped" in results[step.name] or "failed" in results[step.name]:
+            command.progress(f"=== {step.name}: {results[step.name]}")
+    return results
+
+
+def run_step(step: Step, options: argparse.Namespace, timeout: float) -> dict[str, Any]:
+    """Runs one step in a process of its own."""
+    program = [sys.executable, "-m", f"kimivl_lab.bench.{step.module}", *step.arguments]
+    program += ["--out", str(options.out), "--device", options.device, "--seed", str(options.seed)]
+    program += ["--quick"] * options.quick
+    if options.preset and step.module in ("encoder", "ladder"):
+        program += ["--preset", options.preset]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"still running after {timeout:.0f} s; its rows so far are kept"}
+    seconds = round(time.monotonic() - start, 1)
+    if done.returncode:
+        return {"failed": f"exit code {done.returncode}", "wall_s": seconds}
+    return {**json.loads(done.stdout.splitlines()[-1]), "wall_s": seconds}
+
+
+def main() -> None:
+    parser = command.parser("gpu_suite", __doc__)
+    parser.set_defaults(device="cuda")
+    parser.add_argument("--budget", type=float, default=460, help="seconds for all steps (%(default)s)")
+    parser.add_argument("--only", help="steps whose name begins so, e.g. encoder")
+    parser.add_argument("--preset", help="of the encoder steps; the published size by default")
+    options = parser.parse_args()
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device here; --device cpu --quick is a dry run")
+    steps = [step for step in STEPS if step.name.startswith(options.only or "")]
+    if not steps:
+        parser.error(f"no step begins with {options.only!r}: {', '.join(step.name for step in STEPS)}")
+    results = run_steps(steps, options)
+    failed = [name for name, result in results.items() if "failed" in result]
+    command.finish({"benchmark": "gpu_suite", "device": options.device, "failed": failed, "steps": results})
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
