@@ -50,13 +50,18 @@ class Comparison:
         want: Tensor,
         *,
         patches: int,
-        bytes_moved: int,
+        bytes_moved: int | Mapping[str, int],
         checks: Mapping[str, Callable[[], Tensor]] | None = None,
     ) -> None:
-        """Checks `checks` (or `runs`) against `want`, times `runs`, writes a row a variant."""
+        """Checks `checks` (or `runs`) against `want`, times `runs`, writes a row a variant.
+
+        Args:
+            bytes_moved: the least that has to move, for the floor; one number, or one a variant.
+        """
         errors = checked_errors(checks or runs, want, self.tolerance)
         timings = time_interleaved(runs, device=self.device, warmup=self.warmup, repeats=self.repeats)
         for name, timing in timings.items():
+            least = bytes_moved if isinstance(bytes_moved, int) else bytes_moved[name]
             ratio = timings[self.baseline].p50_ms / timing.p50_ms
             self.ratios.setdefault(name, []).append(ratio)
             self.record.add(
@@ -64,7 +69,7 @@ class Comparison:
                     "case": case,
                     "variant": name,
                     "patches": patches,
-                    "floor_ms": round(floor_ms(bytes_moved, self.gbps), 4),
+                    "floor_ms": round(floor_ms(least, self.gbps), 4),
                     "speedup_ratio": round(ratio, 3),
                     "relative_error": f"{errors[name]:.3g}",
                     **timing.row(),

@@ -97,7 +97,9 @@ def read_record(path: Path | str) -> tuple[list[dict[str, Any]], dict[str, Any]]
 
 def find_record(benchmark: str, directory: Path | str, *, device: str = "*", dtype: str = "*") -> Path:
     """The newest record of a benchmark in `directory`; `device` and `dtype` may be glob patterns."""
-    found = sorted(Path(directory).glob(f"{benchmark}__{device}__{dtype}__*.csv"), key=lambda path: path.stem[-8:])
+    found = sorted(
+        Path(directory).glob(f"{benchmark}__{device}__{dtype}__*.csv"), key=lambda path: (path.stem[-8:], path.stem)
+    )
     if not found:
         raise FileNotFoundError(f"no record of {benchmark!r} (device {device}, dtype {dtype}) in {directory}")
     return found[-1]
