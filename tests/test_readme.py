@@ -67,7 +67,7 @@ def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}
     code = blocks("python")
-    assert len(code) == 3
+    assert len(code) == 4
     for block in code:
         exec(compile(block, "README.md", "exec"), names)
     printed = capsys.readouterr().out.splitlines()
