@@ -23,6 +23,7 @@ from itertools import groupby, pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .metadata import EncoderMetadata
 from .precision import compute_dtype
@@ -81,10 +82,14 @@ def sdpa_masked_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMeta
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
-    """`packed_attention` where the offsets are on the host; else the same from the host's own lengths, with no read."""
-    if q.device.type == "cpu" and not torch.is_grad_enabled():
+    """From the host's own lengths; inside a trace or a compiled graph on a CPU, `packed_attention`'s single node."""
+    if q.device.type == "cpu" and not torch.is_grad_enabled() and _is_traced():
         return packed_attention(q, k, v, metadata.cu_seqlens, metadata.max_seqlen, "sdpa")
     return _sdpa_runs(q, k, v, metadata.seqlens)
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or get_proxy_mode() is not None
 
 
 def _kernel_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata, *, backend: str) -> Tensor:

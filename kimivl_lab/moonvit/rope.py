@@ -28,7 +28,7 @@ from torch import Tensor
 from ..geometry import MAX_GRID_SIDE, Grid
 from .compiled import CompiledFunction
 
-_BLOCK_ROWS = 256  # 256 rows of q and k at 16 heads of 72: 2.4 MB in float32, inside the second-level caches
+_BLOCK_ROWS = 128  # 128 rows of q and k at 16 heads of 72: 1.2 MB in float32, inside the second-level caches
 
 
 class Rope2DPosEmb:
