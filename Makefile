@@ -54,10 +54,8 @@ $(NOTEBOOKS): notebooks/%.ipynb: notebooks/text/%.py .venv
 	$(PY) -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
 	  --ExecutePreprocessor.extra_arguments=--IPKernelApp.log_level=40 $@
 
-data/figures/front.png: notebooks/00_start_here.ipynb
-	@mkdir -p $(@D)
-	@$(PY) -c 'import base64, nbformat, sys; from kimivl_lab.report.contents import contents; \
-	  open(sys.argv[2], "wb").write(base64.b64decode(contents(nbformat.read(sys.argv[1], 4)).picture))' $< $@
+data/figures/front.png: $(wildcard data/measurements/ladder__*.csv) | $(INSTALLED)
+	$(PY) -m kimivl_lab.report.ladder $@
 
 clean: ## remove what running and testing wrote, keep the environment
 	rm -rf build .pytest_cache .ruff_cache .hypothesis kimivl_lab.egg-info

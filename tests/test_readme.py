@@ -1,6 +1,5 @@
 """README.md and data/README.md say what is so: tables, commands and code are read from them and checked."""
 
-import base64
 import re
 import shlex
 import shutil
@@ -14,7 +13,8 @@ from PIL import Image
 
 from kimivl_lab import KimiVLConfig, KimiVLEncoder, KimiVLImageProcessor, cli, image_geometry
 from kimivl_lab.datasets import load_sizes
-from kimivl_lab.report.contents import contents
+from kimivl_lab.measure.records import find_record
+from kimivl_lab.report.ladder import kept_records, source_of
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -52,10 +52,11 @@ def test_every_make_command_exists():
     assert {"run", "test"} <= named <= TARGETS.keys()
 
 
-def test_the_front_picture_is_the_saved_headline_of_the_first_notebook():
-    (target,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
-    saved = contents(nbformat.read(ROOT / "notebooks" / "00_start_here.ipynb", as_version=4)).picture
-    assert (ROOT / target).read_bytes() == base64.b64decode(saved), "run `make notebooks`"
+def test_the_front_picture_shows_the_kept_record_of_the_ladder():
+    ((words, target),) = re.findall(r"!\[([^\]]+)\]\(([^)]+)\)", README)
+    assert words
+    with Image.open(ROOT / target) as picture:
+        assert picture.info["Source"] == source_of(find_record("ladder", kept_records())), "run `make notebooks`"
 
 
 def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys):

@@ -224,10 +224,12 @@ def test_a_ladder_record_becomes_the_front_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(ladder, "DEFAULT_DIRECTORY", tmp_path / "measurements")
     monkeypatch.setattr(ladder, "repository_root", lambda: tmp_path)
     assert ladder.ladder_picture() is None
-    columns = ["case", "variant", "latency_ms_p50", "latency_ms_p20", "latency_ms_p80", "relative_error"]
-    with Recorder("ladder", "float32", columns, directory=tmp_path / "measurements") as recorder:
+    columns = ["case", "variant", "patches", "latency_ms_p50", "latency_ms_p20", "latency_ms_p80", "relative_error"]
+    folder, settings = tmp_path / "measurements", {"preset": "lab"}
+    with Recorder("ladder", "float32", columns, directory=folder, settings=settings) as recorder:
         for variant, latency in {"before": 40.0, "per image": 20.0, "slower": 25.0}.items():
-            recorder.add(dict(zip(columns, ("photos", variant, latency, latency - 1, latency + 2, 1e-6), strict=True)))
+            row = ("photos", variant, 40, latency, latency - 1, latency + 2, 1e-6)
+            recorder.add(dict(zip(columns, row, strict=True)))
     picture = ladder.ladder_picture()
     assert picture is not None
     assert "before to slower" in picture.alt
