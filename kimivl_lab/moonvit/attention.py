@@ -82,10 +82,12 @@ def sdpa_masked_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMeta
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
-    """From the host's own lengths; inside a trace or a compiled graph on a CPU, `packed_attention`'s single node."""
-    if q.device.type == "cpu" and not torch.is_grad_enabled() and _is_traced():
-        return packed_attention(q, k, v, metadata.cu_seqlens, metadata.max_seqlen, "sdpa")
-    return _sdpa_runs(q, k, v, metadata.seqlens)
+    """`packed_attention` where the offsets are on the host (as one node of a trace, as plain calls outside of one);
+    elsewhere the same from the host's own lengths, with no read."""
+    if q.device.type != "cpu":
+        return _sdpa_runs(q, k, v, metadata.seqlens)
+    attend = partial(packed_attention, backend="sdpa") if _is_traced() else _sdpa_segments
+    return attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen)
 
 
 def _is_traced() -> bool:
