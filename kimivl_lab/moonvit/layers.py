@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..config import EncoderOptions, MoonViTConfig
 from .attention import PackedAttention, resolve_attention
 from .compiled import CompiledFunction
-from .linear import GELU_TANH, FusedLinear, prepack_unavailable
+from .linear import GELU_TANH, FusedLinear, prepack_unavailable, refresh_packed
 from .metadata import EncoderMetadata
 from .rope import Rotation, resolve_rotation, rotate_real
 
@@ -89,6 +89,8 @@ class MoonVitEncoder(nn.Module):
 
     def forward(self, x: Tensor, metadata: EncoderMetadata, kernels: Kernels) -> Tensor:
         """(L, D) -> (L, D)."""
+        if kernels.prepack:
+            refresh_packed(self)
         run = compiled_block if kernels.compiled else MoonVitEncoderLayer.__call__
         for block in self.blocks:
             x = run(block, x, metadata, kernels)

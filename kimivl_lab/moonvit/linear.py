@@ -2,7 +2,8 @@
 
 `FusedLinear` is an nn.Linear under the checkpoint's names. Called plainly it is F.linear, then the activation, then
 the residual: the reference. With `prepack=True` oneDNN does all three in one pass over the result, from a copy of the
-weight in its own blocked layout, made once and made anew when the weight changes. The copy is as large as the weight.
+weight in its own blocked layout, which `refresh_packed` makes once, and anew when the weight changes. The copy is as
+large as the weight.
 """
 
 from functools import cache
@@ -30,8 +31,7 @@ class FusedLinear(nn.Linear):
     ) -> Tensor:
         """(L, in) -> (L, out). `activation`: None or "gelu_tanh"; not together with `residual`."""
         assert activation in (None, GELU_TANH) and (activation is None or residual is None)
-        if prepack and WeightState.is_traceable(self.weight):
-            weight = self.packed.of(self.weight)
+        if prepack and (weight := self.packed.current) is not None:
             if residual is not None:
                 return _onednn().binary(input, residual, weight, self.bias, "add")
             if activation is not None:
@@ -44,21 +44,33 @@ class FusedLinear(nn.Linear):
 
 
 class _PackedWeight:
-    """oneDNN's copy of one weight; never copied or serialised."""
+    """oneDNN's copy of one weight, `current` since the last `refresh`; never copied or serialised."""
 
     def __init__(self) -> None:
+        self.current: Tensor | None = None
         self._state: WeightState | None = None
-        self._packed: Tensor | None = None
 
-    def of(self, weight: Tensor) -> Tensor:
-        state = WeightState(weight)
-        if self._packed is None or self._state != state:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _LAYOUT_ROWS)
-            self._state = state
-        return self._packed
+    def refresh(self, weight: Tensor) -> None:
+        """Packs `weight` if it is not what it was. Of a weight whose changes leave no trace there is no copy."""
+        if self._state is not None and self._state.still_holds(weight):
+            return
+        self.current = self._state = None
+        if WeightState.is_traceable(weight):
+            self.current = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _LAYOUT_ROWS)
+            self._state = WeightState(weight)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return _PackedWeight, ()
+
+
+def refresh_packed(module: nn.Module) -> None:
+    """Brings the packed copies of all `FusedLinear`s in `module` up to date: once a forward, before its first layer.
+
+    In between a layer only looks its copy up, for a look at every weight amid the products costs more than it seems.
+    """
+    for layer in module.modules():
+        if isinstance(layer, FusedLinear):
+            layer.packed.refresh(layer.weight)
 
 
 def prepack_unavailable(dtype: torch.dtype, device: torch.device) -> str | None:

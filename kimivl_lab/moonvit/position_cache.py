@@ -92,12 +92,11 @@ class PositionCache:
 
         After an update through `.data` on a GPU, call `clear`.
         """
-        state = WeightState(weight)
         with self._lock:
-            if self._watched is None or self._watched != state:
+            if self._watched is None or not self._watched.still_holds(weight):
                 if self._watched is not None:
                     self.stats.invalidations += 1
-                self._watched = state
+                self._watched = WeightState(weight)
                 self._empty()
 
     def clear(self) -> None:
