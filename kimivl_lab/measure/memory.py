@@ -1,5 +1,7 @@
 """Peak memory of one call, above what was there before it."""
 
+import ctypes
+import gc
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ def peak_memory_mib(run: Callable[[], object], device: torch.device | str = "cpu
         run()
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    _give_back_freed_memory()
     try:
         _CLEAR.write_text("5")  # sets the peak back to what is resident now
     except OSError:
@@ -25,6 +28,13 @@ def peak_memory_mib(run: Callable[[], object], device: torch.device | str = "cpu
     before = _resident_kib("VmRSS")
     run()
     return max(0, _resident_kib("VmHWM") - before) / 1024
+
+
+def _give_back_freed_memory() -> None:
+    """What an earlier call freed stays resident until the C library returns it, and would hide the next call's need."""
+    gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _resident_kib(field: str) -> int:
