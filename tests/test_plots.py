@@ -2,39 +2,17 @@
 
 from itertools import combinations
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb, to_rgba
 from matplotlib.container import BarContainer
 from matplotlib.patches import Rectangle
-from matplotlib.text import Text
-from PIL import Image
 
-from kimivl_lab import KimiVLConfig, image_geometry, plots
+from kimivl_lab import KimiVLConfig, plots
 from kimivl_lab.measure.timing import Timing
+from tests.drawing import drawing, picture, words  # noqa: F401
 
-
-@pytest.fixture(autouse=True)
-def drawing():
-    backend = matplotlib.get_backend()
-    matplotlib.use("Agg")
-    plots.use_style()
-    yield
-    plt.close("all")
-    matplotlib.use(backend)
-    matplotlib.rcdefaults()
-
-
-def picture(width, height):
-    return Image.new("RGB", (width, height), "green"), image_geometry(width, height)
-
-
-def words(fig):
-    """Every text of a drawn figure; drawing also proves that the figure can be laid out."""
-    fig.canvas.draw()
-    return " ".join(text.get_text() for text in fig.findobj(Text))
+pytestmark = pytest.mark.usefixtures("drawing")
 
 
 def lightness(color):

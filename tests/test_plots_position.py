@@ -2,33 +2,15 @@
 
 import math
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.text import Text
 
-from kimivl_lab import plots
 from kimivl_lab.plots import cache, floor, position, rope
+from tests.drawing import drawing, words  # noqa: F401
 
-
-@pytest.fixture(autouse=True)
-def drawing():
-    backend = matplotlib.get_backend()
-    matplotlib.use("Agg")
-    plots.use_style()
-    yield
-    plt.close("all")
-    matplotlib.use(backend)
-    matplotlib.rcdefaults()
-
-
-def words(fig):
-    """Every text of a drawn figure; drawing also proves that the figure can be laid out."""
-    fig.canvas.draw()
-    return " ".join(text.get_text() for text in fig.findobj(Text))
+pytestmark = pytest.mark.usefixtures("drawing")
 
 
 def xs(line: Line2D) -> list[float]:
