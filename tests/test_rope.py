@@ -37,12 +37,10 @@ def test_D1_a_square_grid_hides_swapped_axes_and_a_long_one_does_not():
     for (h, w), hidden in [((6, 6), True), ((2, 18), False)]:
         right = rope.get_freqs_cis_by_seqlens_list([(h, w)])
         swapped = right.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        # Scores between a patch and its mirror image across the diagonal are all a square grid's symmetry leaves.
+        # Swapped axes give the transposed picture its factors: on a square grid the same ones in another order.
         rotated = [rotate_complex(x[:, None], torch.view_as_real(f.contiguous())).flatten(1) for f in (right, swapped)]
-        same_set = torch.allclose(
-            right.view(h, w, -1).transpose(0, 1).reshape(h * w, -1) if h == w else right, swapped, atol=1e-6
-        )
-        assert same_set == hidden
+        transposed = right.view(h, w, -1).transpose(0, 1).reshape(h * w, -1)
+        assert torch.allclose(transposed, swapped, atol=1e-6) == hidden
         assert not torch.allclose(rotated[0], rotated[1])
 
 
@@ -58,6 +56,12 @@ def test_grids_are_packed_in_order_and_start_anew():
     parts = [rope.get_cos_sin([grid]) for grid in MIXED_GRIDS]
     assert torch.equal(rope.get_cos_sin(MIXED_GRIDS), torch.cat(parts))
     assert rope.get_cos_sin([]).shape == (0, 36, 2)
+
+
+def test_metadata_holds_the_engines_complex_form_as_a_view():
+    metadata = tiny_tower().prepare_encoder_metadata(MIXED_GRIDS)
+    assert torch.equal(metadata.rope_freqs_cis, Rope2DPosEmb(72).get_freqs_cis_by_seqlens_list(MIXED_GRIDS))
+    assert metadata.rope_freqs_cis.data_ptr() == metadata.rope_cos_sin.data_ptr()
 
 
 def test_float32_angles_are_exact_to_float32():
