@@ -1,4 +1,5 @@
-"""The command line, `kimivl-lab`: `encode` turns picture files into features, `info` says what this machine offers.
+"""The command line, `kimivl-lab`: `encode` turns picture files into features, `plan` image sizes into graph budgets,
+`info` says what this machine offers.
 
 Heavy imports stand inside the functions that need them, so that `--help` answers at once.
 """
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .encode_files import EncodedImage
 
 PRESETS = ("lab", "tiny", "kimi-vl-a3b")
+SHOWN_FAULTS = 20  # of the rows or pictures that `plan` leaves out
 
 
 class CommandError(Exception):
@@ -78,6 +80,65 @@ def encode(arguments: argparse.Namespace) -> int:
     return 2 if faults else 0
 
 
+def plan(arguments: argparse.Namespace) -> int:
+    """Plans budgets for image sizes, prints what they waste and what to paste."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from .cudagraph.budgets import plan_budgets
+    from .cudagraph.workload import count_tokens
+    from .plan_report import plans_as_json, print_plans
+    from .plan_sizes import plan_sizes
+
+    progress = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    try:
+        with progress:
+            name, sizes, faults = plan_sizes(
+                csv_file=arguments.sizes,
+                folder=arguments.images,
+                workload=arguments.workload,
+                in_token_limit=arguments.in_token_limit,
+                track=lambda paths: progress.track(paths, description="headers"),
+            )
+            for fault in faults[:SHOWN_FAULTS]:
+                _complain(f"skipped {fault}")
+            if len(faults) > SHOWN_FAULTS:
+                _complain(f"skipped {len(faults) - SHOWN_FAULTS:,} more")
+            if not sizes:
+                raise CommandError(f"{name}: no image size could be used")
+            limit = arguments.memory_limit_mib
+            plans = {}
+            for engine in ("vllm", "lab"):
+                task = progress.add_task(f"budgets, {engine}", total=1.0)
+                plans[engine] = plan_budgets(
+                    sizes,
+                    arguments.images_per_call,
+                    arguments.max_graphs,
+                    None if limit is None else limit * 2**20,
+                    in_token_limit=arguments.in_token_limit,
+                    max_images=arguments.max_images,
+                    engine=engine,
+                    on_progress=lambda share, task=task: progress.update(task, completed=share),
+                )
+        workload = count_tokens(sizes, arguments.in_token_limit)
+        if arguments.plot:
+            from .plots import use_style
+            from .plots.budgets import plan_overview
+
+            use_style()
+            figure, _ = plan_overview(name, workload, plans)
+            figure.savefig(arguments.plot)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(f"{error.filename}: {error.strerror}" if error.strerror else str(error)) from error
+    if arguments.json:
+        print(plans_as_json(name, workload, plans))
+    else:
+        print_plans(Console(), name, workload, plans)
+    return 0
+
+
 def info(arguments: argparse.Namespace) -> int:
     """Prints the machine, the versions, and which attention backends run here."""
     import torch
@@ -121,6 +182,26 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--strict", action="store_true", help="write nothing unless every picture can be read")
     command.add_argument("--seed", type=int, default=0, help="of random weights (default: 0)")
 
+    command = commands.add_parser("plan", help="image sizes -> the CUDA-graph budgets that waste the least")
+    command.set_defaults(run=plan)
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--sizes", type=Path, metavar="CSV", help="rows of width,height[,count] in pixels")
+    source.add_argument("--images", type=Path, metavar="DIR", help="a folder of pictures; only headers are read")
+    source.add_argument("--workload", metavar="NAME", help="sizes that come with this repository: data/workloads")
+    command.add_argument(
+        "--images-per-call", type=_positives, default=(1,), metavar="N[,N...]", help="that arrive together (default: 1)"
+    )
+    command.add_argument("--max-graphs", type=_positive, default=8, metavar="N", help="most budgets (default: 8)")
+    command.add_argument(
+        "--in-token-limit", type=_positive, default=4096, metavar="N", help="of the processor, patches (default: 4096)"
+    )
+    command.add_argument("--memory-limit-mib", type=_positive, metavar="N", help="most MiB of static buffers")
+    command.add_argument(
+        "--max-images", type=_positive, metavar="N", help="most images in one replay (default: that arrive together)"
+    )
+    command.add_argument("--plot", type=Path, metavar="FILE", help="also draw budgets and waste, .png, .svg or .pdf")
+    command.add_argument("--json", action="store_true", help="JSON instead of tables")
+
     command = commands.add_parser("info", help="this machine, versions, attention backends")
     command.set_defaults(run=info)
     return parser
@@ -130,6 +211,10 @@ def _positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def _positives(text: str) -> tuple[int, ...]:
+    return tuple(_positive(number) for number in text.split(","))
 
 
 def _device(name: str) -> str:

@@ -1,0 +1,172 @@
+"""Budgets as a staircase over the images that they serve, with the rows in between that are computed for nothing."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
+
+if TYPE_CHECKING:
+    from ..cudagraph.budgets import BudgetPlan
+    from ..cudagraph.packing import Replay
+    from ..cudagraph.workload import TokenCounts
+
+_BARS = (("orange", "///"), ("sky", "..."), ("navy", ""))
+
+
+def budget_staircase(
+    tokens: Sequence[int] | np.ndarray,
+    counts: Sequence[float] | np.ndarray,
+    budgets: Mapping[str, Sequence[int]],
+    *,
+    title: str,
+    subtitle: str = COUNTED,
+) -> tuple[Figure, Sequence[Axes]]:
+    """One panel a set of budgets: the images by their merged tokens, each in the smallest budget that holds it.
+
+    Args:
+        tokens: (m,) merged tokens of an image, ascending.
+        counts: (m,) how many images have them.
+        budgets: words -> budgets, ascending, up to three sets.
+    """
+    fig, axes = new_figure(4.9 * len(budgets) + 0.6, 4.9, ncols=len(budgets), sharey=True, squeeze=False)
+    for ax, (words, ladder) in zip(axes[0], budgets.items(), strict=True):
+        _draw_staircase(ax, np.asarray(tokens), np.asarray(counts), ladder, words)
+    axes[0, 0].set_ylabel("merged tokens of one image")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    set_titles(fig, title, subtitle)
+    return fig, axes[0]
+
+
+def packed_replays(
+    tokens: Sequence[int], replays: Mapping[str, Sequence["Replay"]], *, title: str, subtitle: str = COUNTED
+) -> tuple[Figure, Axes]:
+    """One line a replay, to scale: the images in it, their tokens written in, and hatched what the budget adds.
+
+    Args:
+        tokens: merged tokens of each image of the call.
+        replays: words -> the call packed, from top to bottom.
+    """
+    lines = sum(map(len, replays.values())) + 0.7 * (len(replays) - 1)
+    fig, ax = new_figure(10, 0.36 * lines + 1.5)
+    longest = max(replay.rows for packed in replays.values() for replay in packed)
+    y, places = 0.0, []
+    for words, packed in replays.items():
+        real, rows = sum(replay.tokens for replay in packed), sum(replay.rows for replay in packed)
+        places.append((y + (len(packed) - 1) / 2, f"{words}\n{rows / real:.2f} rows a real row"))
+        for replay in packed:
+            x = 0
+            for image, color in zip(replay.images, cycle(("blue", "sky")), strict=False):
+                ax.barh(y, tokens[image], left=x, color=COLORS[color], ec="white", height=0.78)
+                if tokens[image] > longest / 30:
+                    ink = "white" if color == "blue" else INK
+                    ax.text(x + tokens[image] / 2, y, f"{tokens[image]:,}", ha="center", va="center", color=ink, size=9)
+                x += tokens[image]
+            ax.barh(y, replay.rows - x, left=x, color=COLORS["orange"], hatch="////", ec="white", lw=0, height=0.78)
+            label = "eager" if replay.budget is None else f"{replay.budget:,}"
+            ax.annotate(label, (replay.rows, y), (4, 0), textcoords="offset points", va="center", fontsize=9.5)
+            y += 1
+        y += 0.7
+    ax.set(yticks=[at for at, _ in places], yticklabels=[words for _, words in places])
+    ax.set(
+        ylim=(y - 0.7 - 0.4, -0.6), xlim=(0, 1.08 * longest), xlabel="merged tokens; at the end of a line its budget"
+    )
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="y", visible=False)
+    set_titles(fig, title, subtitle)
+    return fig, ax
+
+
+def waste_bars(waste: Mapping[str, Mapping[int, float]], *, title: str, subtitle: str = COUNTED) -> tuple[Figure, Axes]:
+    """Rows computed for nothing, by images per call: one group a number, one bar a set of budgets.
+
+    Args:
+        waste: words -> images per call -> replayed rows / real rows, up to three sets.
+    """
+    fig, ax = new_figure(9, 0.34 * sum(map(len, waste.values())) + 1.7)
+    _draw_waste(ax, waste)
+    set_titles(fig, title, subtitle)
+    return fig, ax
+
+
+def plan_overview(
+    name: str, workload: "TokenCounts", plans: Mapping[str, "BudgetPlan"]
+) -> tuple[Figure, Sequence[Axes]]:
+    """A workload's plans side by side: vLLM's own budgets, the planned ones, and the waste of all.
+
+    Args:
+        plans: "vllm" and "lab".
+    """
+    before, after = plans["vllm"].powers_of_two, plans["vllm"]
+    assert before is not None
+    fig, axes = new_figure(14, 4.9, ncols=3, width_ratios=(1, 1, 0.9))
+    axes[1].sharey(axes[0])
+    axes[1].tick_params(labelleft=False)
+    for ax, plan, words in zip(axes, (before, after), ("vLLM's own budgets", "planned for vLLM"), strict=False):
+        _draw_staircase(ax, workload.tokens, workload.counts, plan.budgets, words)
+    axes[0].set_ylabel("merged tokens of one image")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    sets = {"vLLM's own": before, "planned for vLLM": after, "planned, this library": plans["lab"]}
+    _draw_waste(axes[2], {words: plan.waste for words, plan in sets.items()})
+    subtitle = f"left and middle: one image a call, areas to scale  ·  {COUNTED}"
+    set_titles(fig, f"{name}: CUDA-graph budgets for {workload.images:,} images", subtitle)
+    return fig, axes
+
+
+def _serving(tokens: np.ndarray, ladder: Sequence[int]) -> np.ndarray:
+    """(m,) rows that each image is computed in: the smallest budget that holds it; eager, its own."""
+    steps = np.searchsorted(ladder, tokens)
+    return np.append(ladder, 0)[steps] + np.where(steps == len(ladder), tokens, 0)
+
+
+def _draw_staircase(ax: Axes, tokens: np.ndarray, counts: np.ndarray, ladder: Sequence[int], words: str) -> None:
+    edges = np.concatenate(([0], counts.cumsum())) / counts.sum()
+    rows = _serving(tokens, ladder)
+    ax.stairs(
+        rows,
+        edges,
+        baseline=tokens,
+        fill=True,
+        fc=COLORS["orange"],
+        hatch="////",
+        ec="white",
+        lw=0,
+        label="computed for nothing",
+    )
+    ax.stairs(tokens, edges, fill=True, color=COLORS["blue"], label="images, sorted by tokens")
+    ax.stairs(rows, edges, baseline=None, color=INK, lw=1.6)
+    shown = np.inf
+    for budget in np.intersect1d(rows, ladder)[::-1]:
+        if shown - budget > rows.max() / 22:
+            ax.annotate(f"{budget:,}", (1, budget), (4, 0), textcoords="offset points", va="center", fontsize=9.5)
+            shown = budget
+    waste = (rows @ counts) / (tokens @ counts)
+    ax.set(xlim=(0, 1), xlabel="share of the images", title=f"{words}: {waste:.2f} times the real rows")
+    ax.xaxis.set_major_formatter(PercentFormatter(1))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def _draw_waste(ax: Axes, waste: Mapping[str, Mapping[int, float]]) -> None:
+    height = 0.84 / len(waste)
+    longest = max(max(ratios.values()) for ratios in waste.values()) - 1
+    calls = list(next(iter(waste.values())))
+    for place, ((color, hatch), (words, ratios)) in enumerate(zip(_BARS, waste.items(), strict=False)):
+        y = np.arange(len(calls)) + (place - (len(waste) - 1) / 2) * height
+        extra = np.array([ratios[images] for images in calls]) - 1
+        ax.barh(y, extra, 0.9 * height, color=COLORS[color], hatch=hatch, ec="white", lw=0)
+        for at, value in zip(y, extra, strict=True):
+            label = f"{value:.1%}  {words}"
+            ax.annotate(label, (value, at), (5, 0), textcoords="offset points", va="center", fontsize=9.5)
+    ax.set(yticks=range(len(calls)), yticklabels=calls, ylabel="images a call", xlim=(0, 1.75 * longest + 1e-3))
+    ax.set(ylim=(len(calls) - 0.5, -0.5), xlabel="rows for nothing / real rows", title="waste by images a call")
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+    ax.xaxis.set_major_formatter(PercentFormatter(1))
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="y", visible=False)
+    ax.spines["left"].set_color(GREY)

@@ -1,0 +1,309 @@
+"""Budget plans: exact where they say so, counted as the engine allocates, and what they promise on real workloads."""
+
+import itertools
+import json
+import math
+import shlex
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kimivl_lab.cudagraph.budgets import REPORTED_CALLS, evaluate_budgets, plan_budgets
+from kimivl_lab.cudagraph.engines import ENGINES, static_bytes
+from kimivl_lab.cudagraph.packing import PACKERS
+from kimivl_lab.cudagraph.search import SEEN_CALLS, Problem, search_budgets
+from kimivl_lab.cudagraph.staircase import best_steps
+from kimivl_lab.cudagraph.vllm import default_max_images, powers_of_two, vllm_flag, vllm_rows
+from kimivl_lab.cudagraph.workload import count_tokens, draw_calls
+from kimivl_lab.datasets import WORKLOADS, load_sizes
+from tests.conftest import tiny_encoder
+
+# images a call -> workload -> the most rows replayed for one real row, with 8 budgets
+PROMISED = {1: {"coco_val2017": 1.02, "receipts": 1.01, "pew_charts": 1.13}, 8: dict.fromkeys(WORKLOADS, 1.05)}
+BY_ITSELF = {"coco_val2017": 1.32, "receipts": 1.84, "pew_charts": 1.47}
+
+
+def sizes_of(counts):
+    """Image sizes of so many merged tokens, in one row each, with their counts."""
+    return [(28 * tokens, 28, count) for tokens, count in counts.items()]
+
+
+@cache
+def planned(workload, images, engine="lab"):
+    return plan_budgets(load_sizes(workload), (images,), engine=engine)
+
+
+token_counts = st.dictionaries(st.integers(1, 20), st.integers(1, 9), min_size=1, max_size=6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7), st.integers(1, 4))
+@settings(deadline=None)
+def test_steps_are_the_best_of_all(pairs, steps):
+    weights, prices = map(list, zip(*pairs, strict=True))
+
+    def cost(positions):
+        return sum(weight * prices[min(p for p in positions if p >= at)] for at, weight in enumerate(weights))
+
+    last = len(weights) - 1
+    choices = itertools.chain.from_iterable(
+        itertools.combinations(range(last), taken) for taken in range(min(steps, last + 1))
+    )
+    got = best_steps(weights, prices, steps)
+    assert got == sorted(set(got)) and got[-1] == last and len(got) <= steps
+    assert cost(got) == pytest.approx(min(cost((*positions, last)) for positions in choices))
+
+
+@given(token_counts, st.integers(1, 3), st.sampled_from(sorted(ENGINES)), st.integers(1, 5))
+@settings(deadline=None)
+def test_one_image_a_call_is_planned_exactly(counts, graphs, engine, max_images):
+    """No other budgets at all, of whatever size, compute fewer rows."""
+    plan = plan_budgets(sizes_of(counts), max_graphs=graphs, engine=engine, max_images=max_images)
+    rows = ENGINES[engine].rows
+
+    def computed(budgets):
+        return sum(
+            count * rows(min(budget for budget in budgets if budget >= tokens), max_images)
+            for tokens, count in counts.items()
+        )
+
+    real = sum(tokens * count for tokens, count in counts.items())
+    largest = max(counts)
+    tops = range(largest, rows(largest, max_images) + 1)
+    lower = [itertools.combinations(range(min(counts), largest), number) for number in range(graphs)]
+    others = [(*some, top) for some in itertools.chain(*lower) for top in tops]
+    assert plan.exact and len(plan.budgets) <= graphs
+    assert plan.waste[1] == pytest.approx(min(map(computed, others)) / real)
+    assert plan.waste[1] == pytest.approx(computed(plan.budgets) / real)
+    assert plan.rows == plan.budgets, "allocated without overshoot"
+
+
+@pytest.mark.parametrize(("images", "workload"), [(n, name) for n, named in PROMISED.items() for name in named])
+def test_promised_waste_on_real_workloads(images, workload):
+    plan = planned(workload, images)
+    assert plan.waste[images] <= PROMISED[images][workload]
+    assert len(plan.budgets) <= 8 and plan.exact == (images == 1)
+    if images == 1 and plan.powers_of_two:
+        assert plan.powers_of_two.waste[1] == pytest.approx(BY_ITSELF[workload], abs=0.005)
+
+
+@pytest.mark.parametrize("workload", ["coco_val2017", "receipts", "pew_charts"])
+def test_exact_packing_beats_both_rules_with_the_same_budgets_on_every_call(workload):
+    plan = planned(workload, 8)
+    calls = draw_calls(count_tokens(load_sizes(workload)), 8, 300, "another").tokens.tolist()
+    rows = {
+        name: [sum(replay.rows for replay in pack(call, plan.budgets, 8)) for call in calls]
+        for name, pack in PACKERS.items()
+    }
+    for greedy in ("next_fit", "next_fit_deferred"):
+        assert all(exact <= other for exact, other in zip(rows["exact"], rows[greedy], strict=True))
+
+
+@pytest.mark.parametrize("images", [1, 2, 8])
+def test_the_plan_for_vllm_wastes_less_than_its_own_budgets(images):
+    for workload in ("coco_val2017", "receipts", "pew_charts"):
+        plan = planned(workload, images, "vllm")
+        assert plan.powers_of_two is not None
+        assert plan.waste[images] - 1 < (plan.powers_of_two.waste[images] - 1) / 3
+        assert plan.memory < plan.powers_of_two.memory
+        assert plan.rows == plan.budgets
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_several_images_a_call_are_searched_to_the_optimum_of_a_small_workload(engine):
+    """Of all pairs of budgets up to the largest call, on the very calls that the search has seen."""
+    workload = count_tokens(sizes_of({3: 4, 5: 2, 9: 1}))
+    problem = Problem(workload, (2,), ENGINES[engine], 2)
+    calls = problem.calls(2, SEEN_CALLS, "seen")
+
+    def computed(budgets):
+        replays = problem.pack(calls, budgets)
+        return replays.weights @ np.array([*map(problem.rows, budgets), 10**9])[replays.steps]
+
+    least = min(computed(pair) for pair in itertools.combinations(range(1, 19), 2) if pair[-1] >= 9)
+    assert computed(search_budgets(problem, 2)) <= 1.005 * least
+
+
+def test_a_search_is_not_worse_than_the_plan_for_single_images():
+    for workload in ("pew_charts", "clipart"):
+        single = evaluate_budgets(load_sizes(workload), planned(workload, 1).budgets, (8,))
+        assert planned(workload, 8).waste[8] < single.waste[8] - 0.01
+
+
+def test_what_is_reported_is_what_the_packers_do():
+    sizes = load_sizes("clipart")
+    for engine in ENGINES:
+        plan = plan_budgets(sizes, (1, 3), max_graphs=4, engine=engine, seed=7)
+        calls = draw_calls(count_tokens(sizes), 3, REPORTED_CALLS, "reported 3 7").tokens.tolist()
+        pack = PACKERS[ENGINES[engine].packing]
+        replays = [replay for call in calls for replay in pack(call, plan.budgets, plan.max_images)]
+        computed = sum(vllm_rows(r.rows, plan.max_images) if engine == "vllm" else r.rows for r in replays)
+        assert plan.waste[3] == pytest.approx(computed / sum(map(sum, calls)))
+        for budget, share in zip(plan.budgets, plan.replays[3], strict=True):
+            assert share == pytest.approx(sum(replay.budget == budget for replay in replays) / len(replays))
+        assert sum(plan.replays[1]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("images", [(1,), (8,), (1, 4)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_budget_is_reached(images, engine):
+    plan = plan_budgets(load_sizes("device_screens"), images, 16, engine=engine)
+    for budget, *shares in zip(plan.budgets, *plan.replays.values(), strict=True):
+        assert any(shares), f"no call is replayed in {budget}"
+
+
+def test_the_same_arguments_give_the_same_plan():
+    sizes = load_sizes("device_screens")
+    assert plan_budgets(sizes, (1, 4)) == plan_budgets(sizes, (4, 1, 4))
+    as_pairs = [size[:2] for size in sizes for _ in range(size[2])]
+    assert plan_budgets(as_pairs, (8,)) == planned("device_screens", 8)
+
+
+def test_images_above_every_budget_run_eager_and_are_counted_as_they_are():
+    plan = evaluate_budgets(sizes_of({4: 3, 10: 1}), [5, 5, 2], (1,))
+    assert plan.budgets == (2, 5)
+    assert plan.replays[1] == (0, 0.75) and plan.eager[1] == 0.25
+    assert plan.waste[1] == pytest.approx((3 * 5 + 10) / 22)
+
+
+def test_a_memory_limit_is_kept():
+    for images, engine in itertools.product((1, 4), ENGINES):
+        limit = planned("cameras", images, engine).memory // 3
+        held = plan_budgets(load_sizes("cameras"), (images,), memory_limit=limit, engine=engine)
+        assert held.budgets and held.memory <= limit
+    sizes = load_sizes("pew_charts")
+    assert plan_budgets(sizes, memory_limit=static_bytes(600)).eager[1] > 0
+    assert plan_budgets(sizes, memory_limit=static_bytes(600)).exact
+    with pytest.raises(ValueError, match="no budget.*48 merged tokens.*47"):
+        plan_budgets(sizes, memory_limit=static_bytes(47))
+
+
+def test_measured_costs_choose_among_the_measured_budgets():
+    costs = {4: 1.0, 8: 1.5, 16: 1.2, 32: 9.0}
+    plan = plan_budgets(sizes_of({3: 5, 7: 5, 20: 1}), costs=costs)
+    assert plan.budgets == (4, 16, 32), "16 is cheaper than 8"
+    assert plan_budgets(sizes_of({3: 5, 7: 5, 12: 5}), max_graphs=2, costs=costs).budgets == (4, 16)
+    assert plan_budgets(sizes_of({3: 5, 40: 1}), costs=costs).eager[1] == pytest.approx(1 / 6)
+
+
+def test_a_cost_for_every_replay_makes_fewer_of_them():
+    by_time = plan_budgets(load_sizes("device_screens"), (8,), costs=lambda budget: 2000 + budget)
+    assert by_time.budgets[0] > 7000 > planned("device_screens", 8).budgets[-1]
+
+
+@given(st.integers(1, 20000), st.integers(1, 64))
+@settings(deadline=None)
+def test_vllm_lays_out_grids_that_hold_the_budget(budget, max_images):
+    rows = vllm_rows(budget, max_images)
+    each = math.ceil(budget / max_images)
+    width = min(each, 256)
+    height = math.ceil(each / width)
+    assert rows == max_images * height * width >= budget
+    assert vllm_rows(rows, max_images) == rows
+
+
+def test_rows_of_vllm_as_read():
+    assert vllm_rows(1089, 1) == 1280
+    assert [vllm_rows(budget, 64) for budget in powers_of_two()] == powers_of_two()
+    assert vllm_rows(100, 8) == 104, "the ceiling of 12.5, not its floor"
+
+
+def test_powers_of_two_are_vllms():
+    assert powers_of_two() == [64, 128, 256, 512, 1024, 2048, 4096, 8192]
+    assert powers_of_two(64, 800) == [64, 128, 256, 512, 800]
+    assert powers_of_two(64, 64) == [64]
+    assert default_max_images(powers_of_two()) == 64 and default_max_images([8, 4096]) == 8
+    with pytest.raises(ValueError, match="least 64 and most 32"):
+        powers_of_two(64, 32)
+
+
+def test_the_flag_is_one_shell_word_of_json():
+    plan = planned("receipts", 8, "vllm")
+    option, value = shlex.split(vllm_flag(plan.budgets, plan.max_images))
+    assert option == "--compilation-config"
+    assert json.loads(value) == {
+        "cudagraph_mm_encoder": True,
+        "encoder_cudagraph_token_budgets": list(plan.budgets),
+        "encoder_cudagraph_max_vision_items_per_batch": 8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("budgets", "images", "message"), [([8, 8], 1, "differ"), ([4, 64], 8, "1 to the smallest budget, 4, got 8")]
+)
+def test_a_flag_that_vllm_would_refuse_is_refused(budgets, images, message):
+    with pytest.raises(ValueError, match=message):
+        vllm_flag(budgets, images)
+
+
+@given(token_counts, st.lists(st.integers(1, 12), min_size=1, max_size=3))
+@settings(deadline=None, max_examples=25)
+def test_a_plan_for_vllm_always_gives_a_flag(counts, images):
+    plan = plan_budgets(sizes_of(counts), images, engine="vllm")
+    vllm_flag(plan.budgets, plan.max_images)
+    assert plan.max_images >= max(images)
+    assert not any(plan.eager.values())
+
+
+def test_static_bytes_are_those_of_the_buffers():
+    encoder = tiny_encoder().to(torch.bfloat16)
+    meta = encoder.vision_tower.prepare_encoder_metadata([(4, 6), (2, 8)])
+    pixels = torch.zeros(40, 3, 14, 14, dtype=torch.bfloat16)
+    rows = torch.zeros(10, encoder.config.text_config.hidden_size, dtype=torch.bfloat16)
+    tensors = (pixels, meta.pos_embeds, meta.rope_cos_sin, meta.merge_gather_idx, rows)
+    vision = encoder.config.vision_config
+    assert static_bytes(
+        10,
+        hidden_size=vision.hidden_size,
+        head_dim=vision.head_dim,
+        text_hidden_size=encoder.config.text_config.hidden_size,
+    ) == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_memory_as_read_for_vllms_own_budgets():
+    assert static_bytes(1) == 4 * 3776 + 2 * 2048
+    assert round(ENGINES["vllm"].memory(powers_of_two(), 64) / 2**20) == 299
+    assert ENGINES["lab"].memory(powers_of_two(), 64) == static_bytes(8192)
+
+
+def test_progress_ends_at_the_end():
+    shares = []
+    plan_budgets(load_sizes("cameras"), (4,), on_progress=shares.append)
+    assert shares == sorted(shares) and shares[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sizes": []}, "no image sizes"),
+        ({"sizes": [(3,)]}, r"\(width, height\)"),
+        ({"sizes": [(3, 4, 0)]}, "count.*positive"),
+        ({"sizes": [(0, 4)]}, "width.*0"),
+        ({"sizes": [(20000, 28)]}, "512"),
+        ({"images_per_call": ()}, "images_per_call is empty"),
+        ({"images_per_call": (0,)}, "images_per_call.*0"),
+        ({"max_graphs": 0}, "max_graphs.*0"),
+        ({"max_images": -1}, "max_images.*-1"),
+        ({"memory_limit": 0}, "memory_limit.*0"),
+        ({"in_token_limit": 0}, "in_token_limit.*0"),
+        ({"engine": "sglang"}, "unknown engine 'sglang'.*lab, vllm"),
+        ({"costs": "time"}, "costs.*'time'"),
+        ({"costs": lambda budget: -budget}, "cost of budget 1 must be 0 or more.*-1"),
+        ({"costs": {}}, "no budget"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan_budgets(**({"sizes": [(28, 28)]} | arguments))
+
+
+def test_calls_are_drawn_by_frequency():
+    workload = count_tokens(sizes_of({2: 1, 6: 3}))
+    calls = draw_calls(workload, 5, 400, "seed")
+    assert calls.tokens.shape == (400, 5) and (np.diff(calls.tokens) >= 0).all()
+    assert np.mean(calls.tokens == 6) == pytest.approx(0.75, abs=0.03)
+    assert (draw_calls(workload, 5, 400, "seed").tokens == calls.tokens).all()
+    assert (draw_calls(workload, 5, 400, "other").tokens != calls.tokens).any()
