@@ -1,0 +1,164 @@
+"""The cost model against measurement, and what it predicts: where data or tensor parallel wins, how either scales."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator, PercentFormatter
+
+from ..parallel.simulate import ScalingPoint
+from .style import COLORS, GREY, INK, new_figure, set_titles
+
+_MARKS = {
+    "single": ("one rank", COLORS["sky"], "D", "-"),
+    "data": ("data parallel", COLORS["navy"], "o", "-"),
+    "tensor": ("tensor parallel", COLORS["orange"], "s", (0, (5, 2))),
+}
+_SIDES = LinearSegmentedColormap.from_list("sides", ["#a34a00", COLORS["orange"], "#fffaf0", COLORS["sky"], "#0b3b66"])
+_PLAIN = FuncFormatter(lambda value, _: f"{value:,g}")
+
+
+def predicted_against_measured(
+    pairs: Mapping[str, Sequence[tuple[float, float]]],
+    fitted: Mapping[str, Sequence[tuple[float, float]]],
+    band: float,
+    *,
+    title: str,
+    subtitle: str,
+) -> tuple[Figure, Sequence[Axes]]:
+    """Left, predicted against measured time of every batch; right, how far off.
+
+    Args:
+        pairs: mode -> (measured ms, predicted ms) of batches that the model has not seen.
+        fitted: the same of those it was fitted on, drawn hollow.
+        band: relative error that is shaded: 0.15 is 15 % either way.
+    """
+    fig, (left, right) = new_figure(10.4, 4.9, ncols=2, width_ratios=(1, 1.25))
+    times = np.array([pair for group in (pairs, fitted) for batches in group.values() for pair in batches])
+    ends = np.array([0.6 * times.min(), 1.7 * times.max()])
+    left.fill_between(ends, ends * (1 - band), ends * (1 + band), color=COLORS["sand"], alpha=0.7, lw=0)
+    left.plot(ends, ends, color=INK, lw=1.4)
+    right.axhspan(-band, band, color=COLORS["sand"], alpha=0.7, lw=0)
+    right.axhline(0, color=INK, lw=1.4)
+    for group, hollow in ((fitted, True), (pairs, False)):
+        for mode, batches in group.items():
+            words, color, marker, _ = _MARKS[mode]
+            measured, predicted = np.array(batches).T
+            style = {"mfc": "none", "mec": GREY, "ms": 6.5} if hollow else {"color": color, "mec": INK, "ms": 8}
+            label = None if hollow else words
+            left.plot(measured, predicted, marker, mew=1.1, label=label, **style)
+            right.plot(measured, predicted / measured - 1, marker, mew=1.1, **style)
+    left.plot([], [], "o", mfc="none", mec=GREY, mew=1.1, ms=6.5, label="fitted on")
+    for ax in (left, right):
+        ax.set_xscale("log")
+        ax.set(xlim=ends, xlabel="measured, ms")
+        ax.xaxis.set_major_formatter(_PLAIN)
+        ax.xaxis.set_minor_locator(NullLocator())
+    left.set_yscale("log")
+    left.set(ylim=ends, aspect="equal", ylabel="predicted, ms")
+    left.yaxis.set_major_formatter(_PLAIN)
+    left.yaxis.set_minor_locator(NullLocator())
+    left.legend(loc="upper left", handletextpad=0.3)
+    most = max(1.6 * band, 1.1 * float(np.abs(times[:, 1] / times[:, 0] - 1).max()))
+    right.set(ylim=(-most, most), ylabel="predicted over measured, less 1")
+    right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    right.annotate(f"{band:.0%}", (ends[1], band), (-4, 4), textcoords="offset points", ha="right", size=10)
+    set_titles(fig, title, subtitle)
+    return fig, (left, right)
+
+
+def crossover_map(
+    panels: Mapping[str, np.ndarray],
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    *,
+    title: str,
+    subtitle: str,
+) -> tuple[Figure, Sequence[Axes]]:
+    """How many times slower the wrong choice is, by image size and number of images; one panel a world size.
+
+    Args:
+        panels: words ("2 ranks", "8 ranks, simulated") -> (counts, sizes) time of tensor over data parallel.
+        sizes: patches of one image, ascending.
+        counts: images in the batch, ascending.
+    """
+    fig, axes = new_figure(3.1 * len(panels) + 1.2, 4.5, ncols=len(panels), sharey=True, squeeze=False)
+    axes = list(axes[0])
+    most = max(float(np.abs(np.log2(ratios)).max()) for ratios in panels.values())
+    columns, rows = np.arange(len(sizes)), np.arange(len(counts))
+    for ax, (words, ratios) in zip(axes, panels.items(), strict=True):
+        logs = np.log2(ratios)
+        mesh = ax.imshow(logs, cmap=_SIDES, vmin=-most, vmax=most, origin="lower", aspect="auto")
+        for row in rows:
+            for column in columns:
+                ratio = ratios[row, column]
+                ink = "white" if abs(logs[row, column]) > 0.62 * most else INK
+                ax.text(column, row, f"{max(ratio, 1 / ratio):.1f}", ha="center", va="center", size=8.5, color=ink)
+        _outline(ax, ratios < 1)
+        ax.set(title=words, xticks=columns[::2], yticks=rows, xlabel="patches of one image")
+        ax.set_xticklabels([f"{size:,}" for size in sizes[::2]])
+        ax.set_yticklabels([f"{count:,}" for count in counts])
+        ax.grid(False)
+    axes[0].set_ylabel("images in the batch")
+    bar = fig.colorbar(mesh, ax=axes, pad=0.015, aspect=30)
+    bar.set_label("time of tensor over data parallel")
+    bar.ax.yaxis.set_major_locator(MultipleLocator(1))
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{2**value:g}" if value >= 0 else f"1/{2**-value:g}")
+    line = [axes[0].plot([], [], color=INK, lw=2.4)[0]]
+    fig.legend(
+        line,
+        ["inside: tensor parallel is faster, else data parallel; a number: how many times"],
+        loc="outside lower left",
+    )
+    set_titles(fig, title, subtitle)
+    return fig, axes
+
+
+def _outline(ax: Axes, inside: np.ndarray) -> None:
+    """A line around the cells of `inside`, where they meet others."""
+    for row, column in zip(*np.nonzero(inside), strict=True):
+        for down, right, ends in (
+            (1, 0, ((-0.5, 0.5), (0.5, 0.5))),
+            (-1, 0, ((-0.5, 0.5), (-0.5, -0.5))),
+            (0, 1, ((0.5, 0.5), (-0.5, 0.5))),
+            (0, -1, ((-0.5, -0.5), (-0.5, 0.5))),
+        ):
+            y, x = row + down, column + right
+            if 0 <= y < inside.shape[0] and 0 <= x < inside.shape[1] and not inside[y, x]:
+                ax.plot([column + e for e in ends[0]], [row + e for e in ends[1]], color=INK, lw=2.4)
+
+
+def scaling(
+    panels: Mapping[str, Sequence[ScalingPoint]], *, title: str, subtitle: str
+) -> tuple[Figure, Sequence[Axes]]:
+    """Speed-up over one rank against the number of ranks; hollow marks are simulated.
+
+    Args:
+        panels: words for a batch -> its points, of both modes.
+    """
+    fig, axes = new_figure(4.3 * len(panels) + 1, 4.4, ncols=len(panels), sharey=True, squeeze=False)
+    axes = list(axes[0])
+    most = max(point.ranks for points in panels.values() for point in points)
+    for ax, (words, points) in zip(axes, panels.items(), strict=True):
+        ax.plot([1, most], [1, most], color=GREY, ls=(0, (1, 2)), lw=1.4, label="as many times as ranks")
+        for mode in ("data", "tensor"):
+            name, color, marker, line = _MARKS[mode]
+            of_mode = [point for point in points if point.mode == mode]
+            ax.plot([p.ranks for p in of_mode], [p.speedup for p in of_mode], color=color, ls=line, label=name)
+            for simulated in (False, True):
+                shown = [(p.ranks, p.speedup) for p in of_mode if p.simulated == simulated]
+                fill = "white" if simulated else color
+                if shown:
+                    ax.plot(*zip(*shown, strict=True), marker, mfc=fill, mec=color, mew=1.6, ms=7)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
+        ax.xaxis.set_major_locator(FixedLocator([2**power for power in range(most.bit_length())]))
+        ax.xaxis.set_major_formatter(_PLAIN)
+        ax.yaxis.set_major_formatter(_PLAIN)
+        ax.set(title=words, xlabel="ranks (hollow: simulated)")
+    axes[0].set_ylabel("speed-up over one rank")
+    axes[-1].legend(loc="upper left")
+    set_titles(fig, title, subtitle)
+    return fig, axes

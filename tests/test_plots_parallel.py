@@ -1,0 +1,120 @@
+"""The figures of several ranks and of the cost model: what is drawn is what was given."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from matplotlib.container import BarContainer
+from matplotlib.patches import Circle, Rectangle
+
+from kimivl_lab import MoonViTConfig
+from kimivl_lab.parallel.simulate import ScalingPoint
+from kimivl_lab.plots import cost_model, parallel
+from tests.drawing import drawing, words  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("drawing")
+
+CONFIG = MoonViTConfig.preset("kimi-vl-a3b")
+
+
+def points(line):
+    """[x, y] of a line's points."""
+    return np.asarray(line.get_xydata()).tolist()
+
+
+def area_by_rank(ax):
+    """Filled area of each rank's colour, in units of D x D."""
+    areas = Counter()
+    for patch in ax.patches:
+        if isinstance(patch, Rectangle):
+            areas[patch.get_facecolor()] += patch.get_width() * patch.get_height()
+    return areas
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_one_copy_or_hold_one_each(ranks):
+    fig, (tensor, data) = parallel.who_holds_what(CONFIG, ranks, "t")
+    text = words(fig)
+    assert all(f"rank {rank}" in text for rank in range(ranks)) and "D = 1,152, F = 4,304" in text
+    layer = 4 + 2 * 4304 / 1152  # D x D: wqkv 3, wo 1, fc0 and fc1
+    rows = 2.1 * (3 + 3 + 4304 / 1152)  # three x, q k v, hidden
+    divided, whole = area_by_rank(tensor), area_by_rank(data)
+    shared = 3 * 2.1
+    assert sorted(divided.values()) == pytest.approx(sorted([*[(layer + rows - shared) / ranks] * ranks, shared]))
+    assert sorted(whole.values()) == pytest.approx([layer + rows / ranks] * ranks)
+    assert [sum(isinstance(patch, Circle) for patch in ax.patches) for ax in (tensor, data)] == [2, 1]
+    assert text.count("all-reduce") == 2 and text.count("gather") == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 5])
+def test_more_ranks_than_colours_are_refused(ranks):
+    with pytest.raises(ValueError, match=f"2 to 4 ranks, not {ranks}"):
+        parallel.who_holds_what(CONFIG, ranks, "t")
+
+
+def test_schedule_draws_every_image_and_every_wait():
+    panels = {"uneven": [[(4096, 8.0)], [(64, 1.0), (1024, 2.0)], []], "even": [[(4096, 4.0)], [(64, 4.0)], [(9, 4.0)]]}
+    fig, (uneven, even) = parallel.schedule(panels, 4.0, axis="predicted time, ms", title="t", subtitle="s")
+    bars = [bar for group in uneven.containers if isinstance(group, BarContainer) for bar in group]
+    drawn = [(round(bar.get_y() + 0.37), bar.get_x(), bar.get_width()) for bar in bars if not bar.get_hatch()]
+    assert drawn == [(0, 0, 8), (1, 0, 1), (1, 1, 2)]
+    waits = [(round(bar.get_y() + 0.37), bar.get_x(), bar.get_width()) for bar in bars if bar.get_hatch()]
+    assert waits == [(0, 8, 0), (1, 3, 5), (2, 0, 8)]
+    text = words(fig)
+    assert "uneven: slowest rank 100.0% over the bound, 54% of the ranks' time waited" in text
+    assert "even: slowest rank 0.0% over the bound, 0% of" in text and "4,096" in text and "predicted time, ms" in text
+    assert uneven.get_xlim() == even.get_xlim()
+
+
+def test_bytes_climb_by_two_a_layer_and_end_at_the_sum():
+    fig, ax = parallel.bytes_through_layers(27, 9.437184, 9.437184, "t")
+    steps, gather = ax.lines
+    xs, ys = np.asarray(steps.get_xdata()), np.asarray(steps.get_ydata())
+    assert len(xs) == 55 and xs[-1] == 27 and ys[-1] == pytest.approx(54 * 9.437184)
+    assert np.asarray(gather.get_ydata()).tolist() == [0, 0, 9.437184, 9.437184]
+    text = words(fig)
+    assert "54 x 9.437 = 509.6 MB" in text and "54 times less" in text and "layers done" in text
+
+
+def test_predictions_lie_where_they_were_measured():
+    pairs = {"single": [(10, 11)], "data": [(6, 6)], "tensor": [(8, 4), (100, 120)]}
+    fig, (left, right) = cost_model.predicted_against_measured(
+        pairs, {"single": [(20, 20)]}, 0.15, title="t", subtitle="a machine, a date"
+    )
+    drawn = {line.get_label(): points(line) for line in left.lines}
+    assert drawn["one rank"] == [[10, 11]] and drawn["tensor parallel"] == [[8, 4], [100, 120]]
+    errors = [y for line in right.lines if line.get_marker() == "s" for y in np.asarray(line.get_ydata())]
+    assert errors == pytest.approx([-0.5, 0.2])
+    assert right.get_ylim()[0] < -0.5, "the worst is in the picture"
+    text = words(fig)
+    assert "measured, ms" in text and "predicted, ms" in text and "a machine, a date" in text
+
+
+def test_crossover_map_outlines_where_tensor_parallel_wins():
+    ratios = np.array([[2.0, 0.5, 0.25], [4.0, 2.0, 0.8]])
+    fig, (ax,) = cost_model.crossover_map(
+        {"2 ranks, simulated": ratios}, [64, 512, 4096], [1, 8], title="t", subtitle=""
+    )
+    assert np.allclose(np.asarray(ax.images[0].get_array()), np.log2(ratios))
+    edges = {tuple(map(tuple, points(line))) for line in ax.lines if points(line)}
+    assert edges == {
+        ((0.5, -0.5), (0.5, 0.5)),  # 64 | 512 of one image
+        ((0.5, 0.5), (1.5, 0.5)),  # one | eight images of 512
+        ((1.5, 0.5), (1.5, 1.5)),  # 512 | 4096 of eight images
+    }
+    text = words(fig)
+    assert all(number in text for number in ("2.0", "4.0", "1.2", "1/4", "2 ranks, simulated", "patches of one image"))
+
+
+def test_scaling_keeps_simulated_marks_hollow():
+    given = [
+        ScalingPoint("data", 1, 2.0, 1.0, False),
+        ScalingPoint("data", 2, 1.0, 2.0, False),
+        ScalingPoint("data", 64, 0.1, 20.0, True),
+        ScalingPoint("tensor", 2, 1.5, 4 / 3, True),
+    ]
+    fig, (ax,) = cost_model.scaling({"a batch": given}, title="t", subtitle="simulated")
+    hollow = [p for line in ax.lines if line.get_markerfacecolor() == "white" for p in points(line)]
+    assert hollow == [[64, 20], [2, pytest.approx(4 / 3)]]
+    text = words(fig)
+    assert "hollow: simulated" in text and "a batch" in text and "speed-up over one rank" in text
