@@ -25,11 +25,11 @@ from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
 from ..measure.records import Recorder
 from ..measure.timing import time_interleaved
-from ..moonvit.attention import PackedAttention, resolve_attention, sdpa_masked_attention
+from ..moonvit.attention import resolve_attention, sdpa_masked_attention
+from ..moonvit.historic import reading_the_bound
 from ..moonvit.layers import Kernels
 from ..moonvit.linear import prepack_unavailable
 from ..moonvit.merger import patch_merger, patch_merger_packed
-from ..moonvit.metadata import EncoderMetadata
 from ..moonvit.model import MoonVitPretrainedModel
 from ..moonvit.rope import resolve_rotation, rotate_complex
 from . import command
@@ -93,19 +93,11 @@ def encode(tower: MoonVitPretrainedModel, pixels: Tensor, grid_hws: Tensor, rung
         x = tower.patch_embed(pixels, metadata.pos_embeds)
     attend = sdpa_masked_attention if rung.masked else resolve_attention("auto", tower.device, tower.dtype)
     rotate = resolve_rotation("auto", tower.device, inference=True) if rung.in_place_rope else rotate_complex
-    kernels = Kernels(rotate, _reading_the_bound(attend) if rung.bound_per_layer else attend, rung.prepack)
+    kernels = Kernels(rotate, reading_the_bound(attend) if rung.bound_per_layer else attend, rung.prepack)
     x = tower.encoder(x, metadata, kernels)
     if rung.packed_merge:
         return patch_merger_packed(x, metadata.merge_gather_idx, tower.config.merge_size)
     return torch.cat(patch_merger(x, as_grid_list(grid_hws.tolist()), tower.config.merge_kernel_size))
-
-
-def _reading_the_bound(attend: PackedAttention) -> PackedAttention:
-    def run(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
-        bound = int(metadata.cu_seqlens.diff().max())  # on a GPU: a wait for the device, in every layer
-        return attend(q, k, v, replace(metadata, max_seqlen=bound))
-
-    return run
 
 
 def batches(quick: bool, seed: int) -> dict[str, tuple[Tensor, Tensor]]:

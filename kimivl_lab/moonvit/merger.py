@@ -28,14 +28,20 @@ def patch_merger(
 
 def build_merge_gather_idx(grid_hws: Sequence[Grid], merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE) -> Tensor:
     """(L,) int64 on the host: row r of the merged order is packed patch `index[r]`."""
-    kh, kw = merge_kernel_size
     check_merge(grid_hws, merge_kernel_size)
-    parts, start = [np.empty(0, dtype=np.int64)], 0
+    index = np.empty(sum(patch_counts(grid_hws)), dtype=np.int64)
+    write_merge_gather_idx(grid_hws, merge_kernel_size, index)
+    return torch.from_numpy(index)
+
+
+def write_merge_gather_idx(grid_hws: Sequence[Grid], merge_kernel_size: tuple[int, int], out: np.ndarray) -> None:
+    """`build_merge_gather_idx` into `out`, (L,) of an integer type; every grid is divisible by the kernel."""
+    (kh, kw), start = merge_kernel_size, 0
     for h, w in grid_hws:
-        patches = np.arange(start, start + h * w).reshape(h // kh, kh, w // kw, kw)
-        parts.append(patches.transpose(0, 2, 1, 3).reshape(-1))
-        start += h * w
-    return torch.from_numpy(np.concatenate(parts))
+        end = start + h * w
+        windows = np.arange(start, end).reshape(h // kh, kh, w // kw, kw).transpose(0, 2, 1, 3)
+        out[start:end].reshape(windows.shape)[...] = windows
+        start = end
 
 
 def patch_merger_packed(x: Tensor, merge_gather_idx: Tensor, merge_size: int = 4) -> Tensor:

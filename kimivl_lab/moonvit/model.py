@@ -21,6 +21,7 @@ from .metadata import EncoderMetadata, prepare_encoder_metadata
 from .patch_embed import MoonVisionPatchEmbed
 from .position import Learnable2DInterpPosEmb
 from .rope import Rope2DPosEmb
+from .upload import upload
 
 
 class MoonVitPretrainedModel(StrictPreTrainedModel):
@@ -99,18 +100,17 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
             encoder_metadata = self.prepare_encoder_metadata(image_grid_hws)
         elif image_grid_hws is not None or encoder_metadata is None:
             raise ValueError("give exactly one of image_grid_hws and encoder_metadata")
-        self._check_pixels(pixel_values, encoder_metadata)
-        x = self.patch_embed(pixel_values.to(self.device, non_blocking=True), encoder_metadata.pos_embeds)  # (L, D)
+        self.check_pixels(pixel_values, encoder_metadata.num_patches)
+        x = self.patch_embed(upload(pixel_values, self.device), encoder_metadata.pos_embeds)  # (L, D)
         x = self.encoder(x, encoder_metadata, Kernels.resolve(self.options, self.device, self.dtype))  # (L, D)
         return patch_merger_packed(x, encoder_metadata.merge_gather_idx, self.config.merge_size)  # (T, 4, D)
 
-    def _check_pixels(self, pixel_values: Tensor, metadata: EncoderMetadata) -> None:
+    def check_pixels(self, pixel_values: Tensor, num_patches: int) -> None:
+        """ValueError unless `pixel_values` hold `num_patches` patches, as floats or uint8."""
         side = self.config.patch_size
         if pixel_values.ndim != 4 or tuple(pixel_values.shape[1:]) != (3, side, side):
             raise ValueError(f"pixel_values must be (L, 3, {side}, {side}), got {tuple(pixel_values.shape)}")
         if not (pixel_values.is_floating_point() or pixel_values.dtype == torch.uint8):
             raise ValueError(f"pixel_values must be normalised floats or raw uint8, got {pixel_values.dtype}")
-        if pixel_values.shape[0] != metadata.num_patches:
-            raise ValueError(
-                f"pixel_values hold {pixel_values.shape[0]} patches, the grids need {metadata.num_patches}"
-            )
+        if pixel_values.shape[0] != num_patches:
+            raise ValueError(f"pixel_values hold {pixel_values.shape[0]} patches, the grids need {num_patches}")

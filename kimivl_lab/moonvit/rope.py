@@ -22,6 +22,7 @@ way round; their code is as here.)
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,17 +56,23 @@ class Rope2DPosEmb:
         Args:
             dtype: float32, or float64 for parity tests.
         """
-        for h, w in grid_hws:
-            if h > self.max_height or w > self.max_width:
-                raise ValueError(f"grid {h}x{w} exceeds the largest, {self.max_height}x{self.max_width}")
-        longest = max((max(grid) for grid in grid_hws), default=0)
-        axis = self._axis(torch.arange(longest, device=device), dtype)  # (longest, d/4, 2)
+        axis = self._axis(torch.arange(self._longest_side(grid_hws), device=device), dtype)  # (longest, d/4, 2)
         parts = [axis.new_empty((0, self.dim // 2, 2))]
         for h, w in grid_hws:
             columns = axis.narrow(0, 0, w).unsqueeze(0).expand(h, -1, -1, -1)  # even slots
             rows = axis.narrow(0, 0, h).unsqueeze(1).expand(-1, w, -1, -1)  # odd slots
             parts.append(torch.stack((columns, rows), dim=-2).view(h * w, self.dim // 2, 2))
         return torch.cat(parts)
+
+    def gather_cos_sin(self, positions: Tensor, grid_hws: Sequence[Grid], dtype: torch.dtype = torch.float32) -> Tensor:
+        """`get_cos_sin`, bit for bit, on the device of `positions` (L, 2), which `write_positions` filled.
+
+        As many kernels whatever the number of images.
+        """
+        side = torch.arange(self._longest_side(grid_hws), device=positions.device)
+        axis = torch.view_as_complex(self._axis(side, dtype))  # (longest, d/4)
+        factors = axis.index_select(0, positions.flatten()).view(-1, 2, axis.shape[1])  # (L, column and row, d/4)
+        return torch.view_as_real(factors.transpose(1, 2).flatten(1))
 
     def get_freqs_cis_by_seqlens_list(
         self,
@@ -82,11 +89,27 @@ class Rope2DPosEmb:
         row, column = axis.unbind(-3)
         return torch.view_as_complex(torch.stack((column, row), dim=-2)).flatten(-2)
 
+    def _longest_side(self, grid_hws: Sequence[Grid]) -> int:
+        for h, w in grid_hws:
+            if h > self.max_height or w > self.max_width:
+                raise ValueError(f"grid {h}x{w} exceeds the largest, {self.max_height}x{self.max_width}")
+        return max((max(grid) for grid in grid_hws), default=0)
+
     def _axis(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """(..., d/4, 2): (cos, sin) of position * theta_i."""
         exponents = torch.arange(0, self.dim, 4, device=positions.device, dtype=dtype) / self.dim
         angles = positions.to(dtype).unsqueeze(-1) * (1.0 / self.theta_base**exponents)
         return torch.stack((angles.cos(), angles.sin()), dim=-1)
+
+
+def write_positions(grid_hws: Sequence[Grid], out: np.ndarray) -> None:
+    """Fills `out`, (L, 2) of an integer type, with each patch's (column, row) in its own grid."""
+    start = 0
+    for h, w in grid_hws:
+        grid = out[start : start + h * w].reshape(h, w, 2)
+        grid[..., 0] = np.arange(w)
+        grid[..., 1] = np.arange(h)[:, np.newaxis]
+        start += h * w
 
 
 def rotate_complex(qk: Tensor, cos_sin: Tensor) -> Tensor:

@@ -36,8 +36,9 @@ class WeightState:
 
     @staticmethod
     def is_traceable(weight: Tensor) -> bool:
-        """Whether a change of `weight` would be seen: plain tensors, not made in inference mode."""
-        return type(weight) in (torch.nn.Parameter, Tensor) and not weight.is_inference()
+        """Whether a change of `weight` would be seen: plain tensors (or such as say so), not made in inference mode."""
+        plain = type(weight) in (torch.nn.Parameter, Tensor) or getattr(weight, "counts_versions", False)
+        return plain and not weight.is_inference()
 
 
 def _sample(weight: Tensor) -> Tensor:

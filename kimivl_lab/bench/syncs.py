@@ -1,0 +1,197 @@
+"""Host syncs: how many a forward makes for each historic handling of its metadata, and what one costs.
+
+    python -m kimivl_lab.bench.syncs [--preset kimi-vl-a3b] [--dtype bfloat16] [--quick] [--out DIR] [--device cuda]
+
+Each variant is counted twice: on the pretended device, with a narrow tower of the same depth (a count knows no width),
+and on the GPU by torch's debug mode and the profiler. All variants are compared with the float32 reference before any
+is timed. The rows "short kernel" and "long kernel" launch the same kernel many times and read one number back after
+every so many; a read's cost is the time over that of the loop without reads, per read. On a CPU nothing waits: only the
+pretended counts and the times are filled in.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import EncoderOptions, MoonViTConfig
+from ..datasets import draw_sizes
+from ..geometry import IN_TOKEN_LIMIT, Grid, image_geometry, patch_counts
+from ..measure.accuracy import checked_errors
+from ..measure.records import Recorder
+from ..measure.syncs import HostSyncCounter, count_host_syncs, on_device
+from ..measure.timing import time_interleaved
+from ..moonvit.historic import METADATA_VARIANTS
+from ..moonvit.model import MoonVitPretrainedModel
+from . import command
+
+IMAGES = (1, 12)
+LAUNCHES = 64
+READS = (0, 4, 16, 64)
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+COLUMNS = (
+    "case",
+    "variant",
+    "images",
+    "patches",
+    "syncs_count",
+    "pretended_syncs_count",
+    "launches_count",
+    "pretended_launches_count",
+    "to_device_bytes",
+    "to_host_bytes",
+    "latency_ms_p50",
+    "latency_ms_p20",
+    "latency_ms_p80",
+    "repeats",
+    "read_cost_us",
+    "relative_error",
+)
+_NARROW = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16}
+_OPTIONS = EncoderOptions(rope="complex")  # what compiles itself would be counted as other kernels
+
+Runs = dict[str, Callable[[], Tensor]]
+
+
+def forwards(tower: MoonVitPretrainedModel, grids: list[Grid], away: Tensor, seed: int) -> Runs:
+    """Each variant over `grids`, which are `away`, on the tower's device, where the variant wants them so."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=generator)
+    return {
+        name: partial(encode, tower, pixels, torch.tensor(grids) if name == "host" else away)
+        for name, encode in METADATA_VARIANTS.items()
+    }
+
+
+def pretended_counts(layers: int, images: int) -> dict[str, HostSyncCounter]:
+    """Each variant counted on the pretended device."""
+    config = MoonViTConfig.preset("tiny", num_hidden_layers=layers, **_NARROW)
+    tower = on_device(MoonVitPretrainedModel(config, _OPTIONS).eval(), pretended=True)
+    grids: list[Grid] = [(4, 6)] * images
+    runs = forwards(tower, grids, on_device(torch.tensor(grids), pretended=True), seed=0)
+    return {name: count_host_syncs(run, pretended=True) for name, run in runs.items()}
+
+
+def count_and_time(
+    exact: MoonVitPretrainedModel, tower: MoonVitPretrainedModel, options: argparse.Namespace, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Rows of the forwards."""
+    for images in IMAGES:
+        command.progress(f"syncs: {images} images")
+        sizes = draw_sizes("coco_val2017", images, options.seed)
+        limit = 64 if options.quick else IN_TOKEN_LIMIT
+        grids = [image_geometry(*size, in_token_limit=limit).grid_hw for size in sizes]
+        runs = forwards(tower, grids, torch.tensor(grids, device=tower.device), options.seed)
+        want = forwards(exact, grids, torch.tensor(grids, device=tower.device), options.seed)["host"]()
+        errors = checked_errors(runs, want, TOLERANCE[options.dtype])
+        pretended = pretended_counts(tower.config.num_hidden_layers, images)
+        counted = {name: count_host_syncs(run) for name, run in runs.items()} if tower.device.type == "cuda" else {}
+        timings = time_interleaved(runs, device=tower.device, warmup=1, repeats=repeats)
+        for name, timing in timings.items():
+            row = {
+                "case": f"{images} of coco_val2017",
+                "variant": name,
+                "images": images,
+                "patches": sum(patch_counts(grids)),
+                "pretended_syncs_count": pretended[name].total,
+                "pretended_launches_count": pretended[name].launches,
+                "relative_error": f"{errors[name]:.3g}",
+                **timing.row(),
+            }
+            if name in counted:
+                row |= {
+                    "syncs_count": counted[name].total,
+                    "launches_count": counted[name].launches,
+                    "to_device_bytes": counted[name].bytes_to_device,
+                    "to_host_bytes": counted[name].bytes_to_host,
+                }
+            yield row
+
+
+def loops(device: torch.device, quick: bool) -> dict[str, dict[int, Callable[[], Tensor]]]:
+    """By kernel and by number of reads: `LAUNCHES` launches of the kernel."""
+    size = 4096 if device.type == "cuda" else 128 if quick else 512
+    x, product = torch.ones(1024, device=device), torch.empty(size, size, device=device)
+    factor, added = torch.ones(size, size, device=device), torch.empty_like(x)
+    number = torch.zeros((), device=device)
+    kernels = {
+        "short kernel": partial(torch.add, x, 1, out=added),
+        "long kernel": partial(torch.mm, factor, factor, out=product),
+    }
+
+    def loop(launch: Callable[[], Tensor], reads: int) -> Tensor:
+        for done in range(1, LAUNCHES + 1):
+            result = launch()
+            if reads and done % (LAUNCHES // reads) == 0:
+                number.item()
+        return result
+
+    return {name: {reads: partial(loop, kernel, reads) for reads in READS} for name, kernel in kernels.items()}
+
+
+def price(device: torch.device, quick: bool, repeats: int) -> Iterator[dict[str, Any]]:
+    """Rows of the loops."""
+    for kernel, runs in loops(device, quick).items():
+        command.progress(f"syncs: {kernel}")
+        variants = {f"{reads} reads of {LAUNCHES} launches": run for reads, run in runs.items()}
+        errors = checked_errors(variants, runs[0](), 0.0)
+        timings = time_interleaved(variants, device=device, warmup=1, repeats=repeats)
+        free = timings[f"0 reads of {LAUNCHES} launches"].p50_ms
+        for (name, timing), reads in zip(timings.items(), READS, strict=True):
+            cost = max(0.0, timing.p50_ms - free) / reads * 1e3 if reads else None
+            yield {
+                "case": kernel,
+                "variant": name,
+                "read_cost_us": None if cost is None else round(cost, 3),
+                "relative_error": f"{errors[name]:.3g}",
+                **timing.row(),
+            }
+
+
+@torch.inference_mode()
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One record; returns its rows."""
+    torch.manual_seed(options.seed)
+    exact = MoonVitPretrainedModel(MoonViTConfig.preset(options.preset), _OPTIONS).eval()
+    tower = MoonVitPretrainedModel(exact.config, _OPTIONS).eval()
+    tower.load_state_dict(exact.state_dict())
+    exact, tower = exact.to(options.device), tower.to(device=options.device, dtype=getattr(torch, options.dtype))
+    repeats = 3 if options.quick else options.repeats
+    settings = command.settings(options, preset=options.preset, warmup=2, repeats=repeats)
+    with Recorder(
+        "syncs", options.dtype, COLUMNS, directory=options.out, device=options.device, settings=settings
+    ) as record:
+        for row in count_and_time(exact, tower, options, repeats):
+            record.add(row)
+        for row in price(tower.device, options.quick, repeats):
+            record.add(row)
+    command.progress(f"wrote {record.path}")
+    return record.rows
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available()
+    parser = command.parser("syncs", __doc__)
+    parser.add_argument("--preset", default="kimi-vl-a3b" if cuda else "lab", help="%(default)s here")
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32", choices=tuple(TOLERANCE))
+    parser.add_argument("--repeats", type=int, default=9, help="counted rounds (%(default)s)")
+    rows = run(parser.parse_args())
+    forward_rows = [row for row in rows if row["case"].endswith("coco_val2017")]
+    command.finish(
+        {
+            "benchmark": "syncs",
+            "syncs": {f"{row['case']} {row['variant']}": row.get("syncs_count") for row in forward_rows},
+            "pretended": {f"{row['case']} {row['variant']}": row["pretended_syncs_count"] for row in forward_rows},
+            "latency_ms_p50": {f"{row['case']} {row['variant']}": row["latency_ms_p50"] for row in forward_rows},
+            "read_cost_us": {
+                f"{row['case']}, {row['variant']}": row["read_cost_us"] for row in rows if row.get("read_cost_us")
+            },
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
