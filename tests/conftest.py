@@ -48,6 +48,11 @@ def tiny_tower(seed: int = 0, options: EncoderOptions | None = None, **overrides
     return randomise(MoonVitPretrainedModel(MoonViTConfig.preset("tiny", **overrides), options), seed).eval()
 
 
+def small_tower(seed: int = 0, options: EncoderOptions | None = None) -> MoonVitPretrainedModel:
+    """Of 2 narrow layers, for tests that call it many times."""
+    return tiny_tower(seed, options, hidden_size=32, intermediate_size=48)
+
+
 def tiny_encoder(seed: int = 0) -> KimiVLEncoder:
     return randomise(KimiVLEncoder(KimiVLConfig.preset("tiny")), seed).eval()
 

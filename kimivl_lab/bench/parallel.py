@@ -1,0 +1,317 @@
+"""Data parallel, tensor parallel, the choice between them and one rank alone, on real ranks of one thread each.
+
+    python -m kimivl_lab.bench.parallel [--ranks 2] [--preset lab] [--quick] [--out DIR] [--device cpu]
+    torchrun --nproc-per-node 2 -m kimivl_lab.bench.parallel [...]
+
+Started plainly it starts its ranks itself, and first checks worlds of 1, 2 and 4. The phases of the record:
+
+    check        every mode, not timed
+    collective   collectives alone, by size; every other size fits latency and bandwidth, the rest are predicted
+    calibration  batches that tell the cost model's rates apart; the model is fitted to them
+    sweep        other batches, with what the model predicts
+
+Every mode is compared with the float32 reference on every rank before it is timed. A row with a prediction was not
+fitted. `collective_ms` is without the wait for later ranks, which is `skew_ms`.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import EncoderOptions, MoonViTConfig
+from ..datasets import draw_sizes
+from ..geometry import Grid, image_geometry, patch_counts
+from ..measure.accuracy import checked_errors
+from ..measure.provenance import device_name
+from ..measure.records import Recorder
+from ..moonvit.model import MoonVitPretrainedModel
+from ..parallel.auto import AutoParallelTower
+from ..parallel.balance import QuadraticCost, balance_by_cost
+from ..parallel.collectives import all_gather, all_reduce, broadcast
+from ..parallel.collectives_model import CollectivePoint, fit_links
+from ..parallel.cost_model import CALIBRATION_GRIDS, CostModel, MeasuredPoint
+from ..parallel.data_parallel import run_dp_sharded_vision_model
+from ..parallel.groups import init_group
+from ..parallel.launch import run_ranks
+from ..parallel.tensor_parallel import tensor_parallel, tensor_parallel_sizes
+from . import command
+from .ranks import RankTiming, time_on_ranks
+
+Row = dict[str, Any]
+Runs = dict[str, Callable[[], Any]]
+
+CHECK_RANKS = (1, 2, 4)
+CHECK_GRIDS: list[Grid] = [(8, 12), (16, 20), (10, 4), (24, 32), (2, 12)]
+CALIBRATION: dict[str, list[Grid]] = {f"batch {n}": list(grids) for n, grids in enumerate(CALIBRATION_GRIDS, start=1)}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}
+KIB = (4, 16, 64, 256, 1024, 4096, 16384)
+HEADLINE = "16 of coco_val2017"
+COLUMNS = (
+    "case",
+    "variant",
+    "phase",
+    "ranks_count",
+    "images",
+    "patches",
+    "latency_ms_p50",
+    "latency_ms_p20",
+    "latency_ms_p80",
+    "repeats",
+    "compute_ms",
+    "skew_ms",
+    "collective_ms",
+    "collective_count",
+    "collective_bytes",
+    "predicted_ms",
+    "speedup_ratio",
+    "relative_error",
+)
+
+
+def sweep(quick: bool, seed: int) -> dict[str, list[Grid]]:
+    """Batches that the model is not fitted to."""
+    few: dict[str, list[Grid]] = {"1 of 24x24": [(24, 24)], "6 of 12x12": [(12, 12)] * 6}
+    if quick:
+        return few
+    return few | {
+        "1 of 36x46": [(36, 46)],
+        "1 of 66x66": [(66, 66)],
+        "2 of 40x40": [(40, 40)] * 2,
+        "3 of 28x28": [(28, 28)] * 3,
+        "60x60 and 6 of 12x12": [(60, 60)] + [(12, 12)] * 6,
+        HEADLINE: [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 16, seed)],
+    }
+
+
+@dataclass
+class RankBench:
+    """One rank's towers, of the same weights: the float32 reference, a whole one, and its share if one can be cut."""
+
+    options: argparse.Namespace
+    group: dist.ProcessGroup
+    exact: MoonVitPretrainedModel
+    whole: MoonVitPretrainedModel
+    share: MoonVitPretrainedModel | None
+
+    @classmethod
+    def join(cls, options: argparse.Namespace) -> "RankBench":
+        """Joins the other ranks."""
+        group = init_group(options.device)
+        torch.manual_seed(options.seed)
+        plain = EncoderOptions(attention="sdpa", position="interpolate", rope="complex", linear="plain")
+        exact = MoonVitPretrainedModel(MoonViTConfig.preset(options.preset), plain).eval()
+
+        def copy() -> MoonVitPretrainedModel:
+            tower = MoonVitPretrainedModel(exact.config).eval()
+            tower.load_state_dict(exact.state_dict())
+            return tower.to(getattr(torch, options.dtype))
+
+        can_cut = group.size() in tensor_parallel_sizes(exact.config)
+        share = tensor_parallel(copy(), group).to(options.device) if can_cut else None
+        return cls(options, group, exact.to(options.device), copy().to(options.device), share)
+
+    def rows(self, phase: str, case: str, grids: list[Grid], model: CostModel | None = None) -> Iterator[Row]:
+        """Checks every mode on one batch and, but for the phase "check", times it."""
+        pixels = torch.randn(
+            sum(patch_counts(grids)), 3, 14, 14, generator=torch.Generator().manual_seed(self.options.seed)
+        )
+        runs = self._modes(pixels, grids, model)
+        errors = self._errors(runs, self.exact(pixels, grids))
+        timings = {} if phase == "check" else self._time(runs)
+        for mode, error in errors.items():
+            row: Row = {"case": case, "variant": mode, "phase": phase, "ranks_count": self.group.size()}
+            row |= {"images": len(grids), "patches": len(pixels), "relative_error": f"{error:.3g}"}
+            if timings:
+                ratio = timings["single"].latency.p50_ms / timings[mode].latency.p50_ms
+                row |= {**timings[mode].row(), "speedup_ratio": round(ratio, 3)}
+                row |= {"skew_ms": 0} if mode == "single" else {}
+            if model is not None:
+                row["predicted_ms"] = round(1e3 * predict(model, mode, grids, self.group.size()), 4)
+            yield row
+
+    def collective_rows(self) -> Iterator[Row]:
+        """Checks and times every collective by size; sizes at odd places are predicted from those at even places."""
+        rows = {place: list(self._collectives_of(kib)) for place, kib in enumerate(KIB)}
+        links = fit_links(collective_points(row for place in rows if place % 2 == 0 for row in rows[place]))
+        for place, measured in rows.items():
+            for row in measured:
+                if place % 2:
+                    seconds = links[row["variant"]].seconds(row["variant"], self.group.size(), row["collective_bytes"])
+                    row["predicted_ms"] = round(1e3 * seconds, 4)
+                yield row
+
+    def _collectives_of(self, kib: int) -> Iterator[Row]:
+        group, ranks, rank = self.group, self.group.size(), self.group.rank()
+        want = torch.linspace(0, 1, kib * 256 // ranks * ranks, device=self.options.device)
+        mine, gathered, sent = want / ranks, torch.empty_like(want), want * (rank == 0)
+        part = want.chunk(ranks)[rank].clone()
+        runs: Runs = {
+            "all_reduce": partial(all_reduce, mine, group),
+            "all_gather": partial(all_gather, gathered, part, group),
+            "broadcast": partial(broadcast, sent, 0, group),
+        }
+        results = {"all_reduce": mine, "all_gather": gathered, "broadcast": sent}
+        errors = self._errors({kind: lambda kind=kind: runs[kind]() or results[kind] for kind in runs}, want)
+        for kind, timing in self._time(runs).items():
+            row: Row = {"case": f"{kib} KiB", "variant": kind, "phase": "collective", "ranks_count": ranks}
+            yield row | {**timing.row(), "relative_error": f"{errors[kind]:.3g}"}
+
+    def _modes(self, pixels: Tensor, grids: list[Grid], model: CostModel | None) -> Runs:
+        """ "single" has work on rank 0 only, "auto" needs a model."""
+        idle = self.group.rank() > 0
+        runs: Runs = {"single": (lambda: None) if idle else partial(self.whole, pixels, grids)}
+        runs["data"] = partial(run_dp_sharded_vision_model, self.whole, pixels, grids, self.group)
+        if self.share is not None:
+            runs["tensor"] = partial(self.share, pixels, grids)
+        if model is not None:
+            runs["auto"] = partial(AutoParallelTower(self.whole, self.group, model), pixels, grids)
+        return runs
+
+    def _errors(self, runs: Runs, want: Tensor) -> dict[str, float]:
+        """The worst of the ranks."""
+        working = {name: run for name, run in runs.items() if name != "single" or self.group.rank() == 0}
+        ranks: list[Any] = [None] * self.group.size()
+        mine = checked_errors(working, want, TOLERANCE[self.options.dtype])
+        dist.all_gather_object(ranks, mine, group=self.group)
+        return {name: max(errors.get(name, 0.0) for errors in ranks) for name in runs}
+
+    def _time(self, runs: Runs) -> dict[str, RankTiming]:
+        return time_on_ranks(runs, self.group, torch.device(self.options.device), repeats=self.options.repeats)
+
+
+def predict(model: CostModel, mode: str, grids: list[Grid], ranks: int) -> float:
+    """Seconds of a batch as this benchmark runs it."""
+    sizes = patch_counts(grids)
+    mode = model.choose(sizes, ranks) if mode == "auto" else mode
+    return model.predict(mode, sizes, 1 if mode == "single" else ranks).seconds
+
+
+def collective_points(rows: Iterable[Row]) -> list[CollectivePoint]:
+    """Measured collectives, without those that were predicted."""
+    return [
+        CollectivePoint(
+            row["variant"], int(row["ranks_count"]), int(row["collective_bytes"]), row["latency_ms_p50"] / 1e3
+        )
+        for row in rows
+        if row["phase"] == "collective" and row.get("predicted_ms") is None
+    ]
+
+
+def fit_record(rows: list[Row], preset: str, dtype: torch.dtype, source: str) -> CostModel:
+    """The cost model of a record, from its phases "collective" and "calibration".
+
+    Args:
+        rows: as `read_record` gives them.
+        source: device and date, in words for a plot.
+    """
+    config = MoonViTConfig.preset(preset)
+    points = []
+    for row in rows:
+        if row["phase"] == "calibration":
+            mode, sizes = row["variant"], patch_counts(CALIBRATION[row["case"]])
+            ranks = 1 if mode == "single" else int(row["ranks_count"])
+            by_rank = balance_by_cost(sizes, ranks, QuadraticCost.of_flops(config)).by_rank
+            points.append(MeasuredPoint(mode, sizes, ranks, row["latency_ms_p50"] / 1e3, by_rank))
+    return CostModel.fit(config, dtype, points, collective_points(rows), source=source)
+
+
+@torch.inference_mode()
+def check(options: argparse.Namespace) -> list[Row]:
+    """On every rank: the rows of the phase "check"."""
+    return list(RankBench.join(options).rows("check", f"{len(CHECK_GRIDS)} mixed", CHECK_GRIDS))
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace, checked: list[Row]) -> Row:
+    """On every rank: the other phases; rank 0 writes the record. Returns the summary."""
+    bench = RankBench.join(options)
+    keeps = bench.group.rank() == 0
+    settings = command.settings(options, preset=options.preset, repeats=options.repeats, command=options.command)
+    recorder = Recorder(
+        "parallel", options.dtype, COLUMNS, directory=options.out, device=options.device, settings=settings
+    )
+    rows: list[Row] = []
+    with recorder if keeps else nullcontext():
+
+        def add(measured: Iterable[Row]) -> None:
+            for row in measured:
+                rows.append(row)
+                if keeps:
+                    recorder.add(row)
+
+        add(checked)
+        add(bench.collective_rows())
+        for phase, batches in (("calibration", CALIBRATION), ("sweep", sweep(options.quick, options.seed))):
+            model = None
+            if phase == "sweep":
+                source = f"{device_name(options.device)}, {bench.group.size()} ranks"
+                model = fit_record(rows, options.preset, getattr(torch, options.dtype), source)
+            for case, grids in batches.items():
+                if keeps:
+                    command.progress(f"parallel {options.preset} {options.dtype}, {phase}: {case}")
+                add(bench.rows(phase, case, grids, model))
+    if keeps:
+        command.progress(f"wrote {recorder.path}")
+    return summary(rows)
+
+
+def summary(rows: list[Row]) -> Row:
+    """The record in a few numbers."""
+    swept = [row for row in rows if row["phase"] == "sweep"]
+    milliseconds: dict[str, dict[str, float]] = {}
+    for row in swept:
+        milliseconds.setdefault(row["case"], {})[row["variant"]] = row["latency_ms_p50"]
+    over_best = {
+        case: round(modes["auto"] / min(modes["data"], modes.get("tensor", modes["data"])), 3)
+        for case, modes in milliseconds.items()
+    }
+
+    def median_error(phase: str) -> float:
+        predicted = [row for row in rows if row["phase"] == phase and row.get("predicted_ms") is not None]
+        return round(median(abs(row["predicted_ms"] / row["latency_ms_p50"] - 1) for row in predicted), 3)
+
+    return {
+        "benchmark": "parallel",
+        "ranks": rows[-1]["ranks_count"],
+        "speedup_of_data": {row["case"]: row["speedup_ratio"] for row in swept if row["variant"] == "data"},
+        "auto_over_best": over_best,
+        "median_prediction_error": {phase: median_error(phase) for phase in ("collective", "sweep")},
+    }
+
+
+def main() -> None:
+    parser = command.parser("parallel", __doc__)
+    parser.add_argument("--ranks", type=int, help="processes to start; by default the GPUs, or 2 on a CPU")
+    parser.add_argument("--preset", default="lab", choices=("tiny", "lab", "kimi-vl-a3b"), help="%(default)s")
+    parser.add_argument("--dtype", default="float32", choices=tuple(TOLERANCE), help="%(default)s")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds (%(default)s)")
+    options = parser.parse_args()
+    options.repeats = 2 if options.quick else options.repeats
+    arguments = " ".join(sys.argv[1:])
+    if dist.is_torchelastic_launched():
+        processes = os.environ["LOCAL_WORLD_SIZE"]
+        options.command = f"torchrun --nproc-per-node {processes} -m kimivl_lab.bench.parallel {arguments}"
+        result, keeps = measure(options, []), dist.get_rank() == 0
+        dist.destroy_process_group()
+    else:
+        options.command = f"python -m kimivl_lab.bench.parallel {arguments}"
+        gpus = torch.cuda.device_count() if options.device.startswith("cuda") else 0
+        counts = [count for count in CHECK_RANKS if not gpus or count <= gpus]
+        checked = [row for count in counts for row in run_ranks(check, count, options)[0]]
+        result, keeps = run_ranks(measure, options.ranks or gpus or 2, options, checked)[0], True
+    if keeps:
+        command.finish(result)
+
+
+if __name__ == "__main__":
+    main()

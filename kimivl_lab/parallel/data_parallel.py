@@ -1,0 +1,172 @@
+"""Data parallel: every rank holds the whole tower and encodes some of the images; one collective at the end.
+
+From the same host integers every rank computes the same plan: who encodes what, and where each feature lands. A rank
+takes its own images' pixels on the host, before any copy to its device, or reads them itself. Features come back by one
+all-gather, padded to the longest rank (gloo refuses uneven ones, and an index on the host leaves the padding out), or,
+when there is one image in all, by a broadcast from its owner.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import MoonViTConfig
+from ..geometry import Grid, as_grid_list, patch_counts, token_counts
+from ..moonvit.upload import upload
+from .balance import Assignment, QuadraticCost, balance_by_cost, get_dp_encoder_lb_assignment
+from .collectives import all_gather, broadcast
+from .groups import check_group, telling_others
+
+Balance = Callable[[Sequence[int], int], Assignment]
+LoadPixels = Callable[[list[int]], Tensor]
+
+
+class VisionTower(Protocol):
+    """What data parallel asks of a tower: a call and where its results live. A graph runner will do."""
+
+    @property
+    def config(self) -> MoonViTConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __call__(self, pixel_values: Tensor, image_grid_hws: list[Grid], /) -> Tensor:
+        """(L, 3, 14, 14) patches -> (T, 4, D), on `device` in `dtype`."""
+        ...
+
+
+@dataclass(frozen=True)
+class DataParallelPlan:
+    """Who encodes what and where it lands; host integers only, so every rank makes the same.
+
+    Attributes:
+        by_rank: the images of each rank, in the order in which it encodes them.
+        tokens: merged tokens of each image.
+    """
+
+    by_rank: list[list[int]]
+    tokens: list[int]
+
+    @classmethod
+    def make(
+        cls, grid_hws: Sequence[Grid], merge_kernel_size: tuple[int, int], ranks: int, balance: Balance
+    ) -> "DataParallelPlan":
+        """`balance` places the images by their patches; one rank keeps their order. ValueError if it loses one."""
+        tokens = token_counts(grid_hws, merge_kernel_size)
+        every = list(range(len(tokens)))
+        by_rank = balance(patch_counts(grid_hws), ranks).by_rank if ranks > 1 else [every]
+        if len(by_rank) != ranks or sorted(image for images in by_rank for image in images) != every:
+            raise ValueError(f"the balance must place each of {len(every)} images on one of {ranks} ranks: {by_rank}")
+        return cls(by_rank, tokens)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens on one rank: what every rank's features are padded to."""
+        return max(sum(self.tokens[image] for image in images) for images in self.by_rank)
+
+    def gather_index(self) -> Tensor:
+        """(T,) int64 on the host: where the tokens, in the order of the images, lie in the ranks' padded features."""
+        starts, longest = [0] * len(self.tokens), self.longest
+        for rank, images in enumerate(self.by_rank):
+            start = rank * longest
+            for image in images:
+                starts[image] = start
+                start += self.tokens[image]
+        spans = [torch.arange(start, start + count) for start, count in zip(starts, self.tokens, strict=True)]
+        return torch.cat(spans)
+
+
+@torch.no_grad()
+def run_dp_sharded_vision_model(
+    tower: VisionTower,
+    pixel_values: Tensor | None,
+    grid_hws: Sequence[Grid] | Tensor,
+    group: dist.ProcessGroup,
+    *,
+    load_pixels: LoadPixels | None = None,
+    balance: str | Balance = "cost",
+) -> Tensor:
+    """Encodes a batch on the ranks of `group`; each calls it with the same grids and gets all features.
+
+    Args:
+        tower: whole, with the same weights on every rank. A rank without images does not call it.
+        pixel_values: (L, 3, 14, 14) of all images, best on the host: a rank copies only its own to its device. Or None:
+        load_pixels: called with the indices of this rank's images, returns their patches one image after another.
+        grid_hws: (n, 2) host integers (h, w) in patches; n may be 0, or less than the ranks.
+        balance: "cost" (by FLOPs), "patches" (as the engines), or a function of patches and ranks that, like these,
+            gives the same on every rank.
+
+    Returns:
+        (T, 4, D) packed features in the order of the images, on the tower's device in its dtype, at every world size;
+        without gradient.
+
+    Raises:
+        ValueError: grids and pixels that do not add up, not exactly one source of pixels, an unknown balance.
+        RankError: a rank did not come to the collective within the group's timeout; the error names it.
+    """
+    ranks, rank = check_group(group).size(), group.rank()
+    grids = as_grid_list(grid_hws)
+    plan = DataParallelPlan.make(grids, tower.config.merge_kernel_size, ranks, _resolve(balance, tower.config))
+    load = _pixel_source(pixel_values, load_pixels, patch_counts(grids))
+    with telling_others(group):
+        features = _encode(tower, load, grids, plan.by_rank[rank])
+    if ranks == 1 or not grids:
+        return features
+    if len(grids) == 1:
+        owner = next(other for other, images in enumerate(plan.by_rank) if images)
+        if rank != owner:
+            features = features.new_empty(plan.tokens[0], *features.shape[1:])
+        broadcast(features, owner, group)
+        return features
+    longest = plan.longest
+    gathered = features.new_empty(ranks * longest, *features.shape[1:])  # rows past a rank's own are never read
+    own = gathered.narrow(0, rank * longest, longest)
+    own[: len(features)] = features
+    all_gather(gathered, own, group)
+    return gathered.index_select(0, upload(plan.gather_index(), gathered.device))
+
+
+def _encode(tower: VisionTower, load: LoadPixels, grids: list[Grid], mine: list[int]) -> Tensor:
+    """(own tokens, 4, D) of the images `mine`, one after another; the tower is not called for none."""
+    config = tower.config
+    if not mine:
+        return torch.empty(0, config.merge_size, config.hidden_size, device=tower.device, dtype=tower.dtype)
+    own_grids = [grids[image] for image in mine]
+    features = tower(load(mine), own_grids)
+    want = (sum(token_counts(own_grids, config.merge_kernel_size)), config.merge_size, config.hidden_size)
+    if tuple(features.shape) != want or features.dtype != tower.dtype:
+        raise ValueError(f"the tower gave {tuple(features.shape)} {features.dtype}, not {want} {tower.dtype}")
+    return features.contiguous()
+
+
+def _pixel_source(pixel_values: Tensor | None, load_pixels: LoadPixels | None, sizes: list[int]) -> LoadPixels:
+    """What gives a rank its pixels."""
+    if (pixel_values is None) == (load_pixels is None):
+        raise ValueError("give exactly one of pixel_values and load_pixels")
+    if load_pixels is not None:
+        return load_pixels
+    assert pixel_values is not None
+    if len(pixel_values) != sum(sizes):
+        raise ValueError(f"pixel_values hold {len(pixel_values)} patches, the grids need {sum(sizes)}")
+    images = pixel_values.split(sizes) if sizes else ()  # views
+    return lambda mine: images[mine[0]] if len(mine) == 1 else torch.cat([images[image] for image in mine])
+
+
+def _resolve(balance: str | Balance, config: MoonViTConfig) -> Balance:
+    named = {
+        "cost": partial(balance_by_cost, cost=QuadraticCost.of_flops(config)),
+        "patches": get_dp_encoder_lb_assignment,
+    }
+    if not isinstance(balance, str):
+        return balance
+    if balance not in named:
+        raise ValueError(f"unknown balance {balance!r}: a function, or one of {', '.join(named)}")
+    return named[balance]

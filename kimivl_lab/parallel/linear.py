@@ -1,0 +1,203 @@
+"""Linear layers cut over the ranks of a group, so that each computes a part of Y = X W + b, W of (in, out).
+
+    column    W = [W_0 | W_1 | ..], b likewise     Y_r = X W_r + b_r          no collective; Y stays cut
+    row       W = [W_0 ; W_1 ; ..], X cut          Y = sum_r X_r W_r + b      one all-reduce; b once, after it
+
+A column-parallel layer, anything that works number by number, then a row-parallel layer: one all-reduce for the pair.
+nn.Linear keeps W^T, so a column-parallel rank holds rows of `weight` and a row-parallel rank columns. wqkv is cut by
+heads in each of its three parts: of 4 heads of 2, rank 0 of 2 holds rows 0-3 (q), 8-11 (k) and 16-19 (v).
+
+A rank holds a contiguous copy of its part, and the full weight may go; or it views a full weight that stays, so that
+one copy of the weights serves whole and cut. For inference: no gradient passes a row-parallel layer.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..moonvit.linear import GELU_TANH, FusedLinear
+from .collectives import all_reduce
+from .groups import check_group
+
+Cut = Callable[[Tensor], Tensor]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class LinearView(nn.Module):
+    """The part of `full` that `cut` views. Nothing is copied, and what happens to `full` is seen at once."""
+
+    def __init__(self, full: nn.Linear, cut: Cut, *, bias: bool) -> None:
+        super().__init__()
+        self._full = (full,)  # in a tuple it is no submodule: its weights keep one owner
+        self._cut = cut
+        self._has_bias = bias
+
+    @property
+    def full(self) -> nn.Linear:
+        return self._full[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in) of this rank, or (parts, out, in)."""
+        return self._cut(self.full.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(out,) of this rank, or (parts, out)."""
+        return self._cut(self.full.bias) if self._has_bias else None
+
+    @torch.no_grad()
+    def forward(self, input: Tensor, activation: str | None = None, *, prepack: bool = False) -> Tensor:
+        """As `FusedLinear`, but a view is not packed: with `prepack` oneDNN fuses the activation all the same."""
+        weight, bias = self.weight, self.bias
+        if weight.ndim == 3:
+            assert bias is not None and activation is None
+            y = input.new_empty(input.shape[0], weight.shape[0] * weight.shape[1])  # (L, parts * out)
+            for part, one_weight, one_bias in zip(y.chunk(len(weight), -1), weight, bias, strict=True):
+                torch.addmm(one_bias, input, one_weight.t(), out=part)
+            return y
+        if activation == GELU_TANH and prepack:
+            return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "gelu", [], "tanh")
+        y = F.linear(input, weight, bias)
+        return F.gelu(y, approximate="tanh") if activation == GELU_TANH else y
+
+
+class _ParallelLinear(nn.Module):
+    """`local` multiplies; what is to be communicated, the class communicates."""
+
+    def __init__(self, full: nn.Linear, group: dist.ProcessGroup, cut: Cut, *, bias: bool, view: bool) -> None:
+        super().__init__()
+        self.group = group
+        self.cut = cut
+        self.local = LinearView(full, cut, bias=bias) if view else _own_part(full, cut, bias=bias)
+        self.register_load_state_dict_pre_hook(_take_part)
+
+    def forward(
+        self, input: Tensor, activation: str | None = None, residual: Tensor | None = None, *, prepack: bool = False
+    ) -> Tensor:
+        """(L, in) -> (L, out / ranks)."""
+        assert residual is None, "the outputs are cut, a residual is whole"
+        return self.local(input, activation, prepack=prepack)
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Y_r = X W_r + b_r, with the outputs cut into runs."""
+
+    @classmethod
+    def from_linear(cls, full: nn.Linear, group: dist.ProcessGroup, *, view: bool = False) -> Self:
+        """This rank's part of `full`: a copy, or a view. ValueError if it cannot be cut."""
+        _check_can_cut(full, group, full.out_features, "outputs")
+        cut = partial(_rows, rank=group.rank(), ranks=group.size())
+        return cls(full, group, cut, bias=True, view=view)
+
+
+class QKVParallelLinear(_ParallelLinear):
+    """q, k and v of this rank's heads: (L, D) -> (L, 3 * heads / ranks * d)."""
+
+    @classmethod
+    def from_linear(cls, full: nn.Linear, num_heads: int, group: dist.ProcessGroup, *, view: bool = False) -> Self:
+        """As `ColumnParallelLinear.from_linear`, by whole heads."""
+        _check_can_cut(full, group, num_heads, "heads")
+        cut = partial(_rows_of_qkv, rank=group.rank(), ranks=group.size())
+        return cls(full, group, cut, bias=True, view=view)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """Y = sum over ranks of X_r W_r, + b, + residual."""
+
+    def __init__(self, full: nn.Linear, group: dist.ProcessGroup, cut: Cut, *, view: bool) -> None:
+        super().__init__(full, group, cut, bias=False, view=view)
+        self.register_parameter("bias", None if view else _parameter(full.bias))
+
+    @classmethod
+    def from_linear(cls, full: nn.Linear, group: dist.ProcessGroup, *, view: bool = False) -> Self:
+        """As `ColumnParallelLinear.from_linear`, by the inputs."""
+        _check_can_cut(full, group, full.in_features, "inputs")
+        return cls(full, group, partial(_columns, rank=group.rank(), ranks=group.size()), view=view)
+
+    @torch.no_grad()
+    def forward(
+        self, input: Tensor, activation: str | None = None, residual: Tensor | None = None, *, prepack: bool = False
+    ) -> Tensor:
+        """(L, in / ranks) -> (L, out), the same bits on every rank."""
+        assert activation is None, "an activation of a partial sum is no part of the activation"
+        y = self.local(input, prepack=prepack)  # (L, out), one rank's summand
+        all_reduce(y, self.group)
+        y += self.local.full.bias if isinstance(self.local, LinearView) else self.bias
+        return y if residual is None else y.add_(residual)
+
+
+def check_plain(full: nn.Module) -> None:
+    """ValueError unless `full` is a linear layer of plain floating-point tensors, weight and bias.
+
+    A quantised, wrapped, reparametrised or already cut layer is not what its weight says: slices of it would be wrong
+    in silence.
+    """
+    weight: Any = getattr(full, "weight", None)
+    if not (
+        type(full) in (nn.Linear, FusedLinear)
+        and set(full._parameters) == {"weight", "bias"}
+        and type(weight) is type(full.bias) is nn.Parameter
+        and weight.layout == torch.strided
+        and weight.dtype in _DTYPES
+    ):
+        what = f"{type(full).__name__} with a weight of {type(weight).__name__} {getattr(weight, 'dtype', '')}"
+        raise ValueError(
+            f"only plain floating-point nn.Linear layers with a bias are cut, got {what}: cut first, then quantise or "
+            f"wrap each rank's part"
+        )
+
+
+def _check_can_cut(full: nn.Linear, group: dist.ProcessGroup, units: int, unit: str) -> None:
+    check_plain(full)
+    ranks = check_group(group).size()
+    if units % ranks:
+        legal = ", ".join(str(size) for size in range(1, units + 1) if units % size == 0)
+        raise ValueError(f"{units} {unit} do not divide by {ranks} ranks: legal sizes are {legal}")
+
+
+def _own_part(full: nn.Linear, cut: Cut, *, bias: bool) -> FusedLinear:
+    weight = _part(full.weight, cut)
+    with torch.device("meta"):
+        part = FusedLinear(weight.shape[1], weight.shape[0])
+    part.weight = _parameter(weight)
+    part.register_parameter("bias", _parameter(_part(full.bias, cut)) if bias else None)
+    return part
+
+
+def _take_part(layer: _ParallelLinear, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Before loading: an unsharded checkpoint's tensors become this rank's parts."""
+    for name, _ in layer.local.named_parameters():
+        full = state_dict.pop(prefix + name, None)
+        if full is not None:
+            state_dict[f"{prefix}local.{name}"] = _part(full, layer.cut)
+
+
+def _part(full: Tensor, cut: Cut) -> Tensor:
+    """What `cut` leaves, its parts one after another."""
+    part = cut(full)
+    return part.flatten(0, part.ndim - full.ndim)
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    """A contiguous copy, so that the tensor it was cut from can be freed."""
+    return nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
+
+
+def _rows(tensor: Tensor, rank: int, ranks: int) -> Tensor:
+    return tensor.chunk(ranks)[rank]
+
+
+def _rows_of_qkv(tensor: Tensor, rank: int, ranks: int) -> Tensor:
+    """(3 * heads * d, ...) -> (3, heads / ranks * d, ...)."""
+    return tensor.unflatten(0, (3, ranks, -1))[:, rank]
+
+
+def _columns(tensor: Tensor, rank: int, ranks: int) -> Tensor:
+    return tensor.chunk(ranks, -1)[rank]

@@ -1,0 +1,88 @@
+"""Tensor parallel: every rank encodes all images, with its share of the heads and of the MLP's columns.
+
+In a block wqkv is cut by heads and wo by rows, fc0 by columns and fc1 by rows: two all-reduces a block, 54 a forward at
+full size, each of all L x D activations. Norms, residuals, patch embedding, position table and merge are the same on
+every rank.
+"""
+
+import copy
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from ..config import MoonViTConfig
+from ..moonvit.layers import MoonVitEncoderLayer
+from ..moonvit.model import MoonVitPretrainedModel
+from .groups import check_group
+from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, check_plain
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def tensor_parallel(
+    tower: MoonVitPretrainedModel, group: dist.ProcessGroup, *, view: bool = False
+) -> MoonVitPretrainedModel:
+    """The tower whose blocks compute this rank's share; call it as any tower, on all ranks with the same arguments.
+
+    Args:
+        tower: whole, as `from_pretrained` loads the published checkpoint.
+        group: the ranks to cut over.
+        view: False cuts `tower` itself, layer by layer, freeing each full weight: on the host, then `.to(device)`, the
+            device never holds more than the share. True leaves `tower` whole and returns a twin that views its
+            weights, whatever becomes of them.
+
+    Raises:
+        ValueError: heads or MLP columns that do not divide by the ranks, or a layer that is not a plain linear one.
+    """
+    check_group(group)
+    check_tensor_parallel_size(tower.config, group.size())
+    for block in _blocks(tower):
+        for full in (block.wqkv, block.wo, block.mlp.fc0, block.mlp.fc1):
+            check_plain(full)
+    if view:
+        tower = _twin(tower)
+        tower.encoder = _twin(tower.encoder)
+        tower.encoder.blocks = nn.ModuleList(map(_twin, tower.encoder.blocks))
+        for block in _blocks(tower):
+            block.mlp = _twin(block.mlp)
+    for block in _blocks(tower):
+        _cut_block(block, group, view)
+    return tower
+
+
+def tensor_parallel_sizes(config: MoonViTConfig) -> list[int]:
+    """World sizes that this tower can be cut over: they divide its heads and its MLP's columns."""
+    heads, columns = config.num_attention_heads, config.intermediate_size
+    return [size for size in range(1, heads + 1) if heads % size == 0 and columns % size == 0]
+
+
+def check_tensor_parallel_size(config: MoonViTConfig, ranks: int) -> None:
+    """ValueError, naming the sizes that can, if `ranks` ranks cannot share the tower."""
+    legal = tensor_parallel_sizes(config)
+    if ranks not in legal:
+        raise ValueError(
+            f"{config.num_attention_heads} heads and {config.intermediate_size} MLP columns do not divide by {ranks} "
+            f"ranks: legal sizes are {', '.join(map(str, legal))}"
+        )
+
+
+def _blocks(tower: MoonVitPretrainedModel) -> list[MoonVitEncoderLayer]:
+    return [block for block in tower.encoder.blocks if isinstance(block, MoonVitEncoderLayer)]
+
+
+def _cut_block(block: MoonVitEncoderLayer, group: dist.ProcessGroup, view: bool) -> None:
+    mlp = block.mlp
+    qkv = QKVParallelLinear.from_linear(block.wqkv, block.num_heads, group, view=view)
+    block.add_module("wqkv", qkv)
+    block.add_module("wo", RowParallelLinear.from_linear(block.wo, group, view=view))
+    mlp.add_module("fc0", ColumnParallelLinear.from_linear(mlp.fc0, group, view=view))
+    mlp.add_module("fc1", RowParallelLinear.from_linear(mlp.fc1, group, view=view))
+    block.num_heads //= group.size()
+
+
+def _twin(module: Module) -> Module:
+    """Another module with the same children and parameters, whose children can be replaced."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin

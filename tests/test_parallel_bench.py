@@ -1,0 +1,85 @@
+"""The benchmark of ranks: what it times, what it fits, what it sums up."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kimivl_lab import MoonViTConfig
+from kimivl_lab.bench.parallel import CALIBRATION, check, collective_points, fit_record, predict, summary
+from kimivl_lab.geometry import patch_counts
+from kimivl_lab.parallel.balance import QuadraticCost, balance_by_cost
+from kimivl_lab.parallel.collectives_model import KINDS
+from kimivl_lab.parallel.launch import run_ranks
+from kimivl_lab.parallel.rates import assumed_cost_model
+from tests.parallel_worker import SLEEP_S, time_uneven_ranks
+
+CONFIG = MoonViTConfig.preset("tiny")
+
+
+def test_the_slowest_rank_counts_and_waiting_is_skew():
+    first, second = run_ranks(time_uneven_ranks, 2)
+    assert first == second
+    uneven = first["uneven"]
+    assert (uneven.collectives, uneven.bytes) == (1, 4096)
+    assert uneven.latency.p50_ms > 1e3 * SLEEP_S
+    assert uneven.compute_ms > 1e3 * SLEEP_S > uneven.collective_ms
+    assert uneven.skew_ms > 0.9e3 * SLEEP_S
+    assert first["idle"].bytes == first["idle"].collectives == 0
+
+
+def test_every_mode_is_checked_on_every_rank():
+    rows = run_ranks(check, 2, Namespace(preset="tiny", dtype="float32", device="cpu", seed=0))[0]
+    assert [row["variant"] for row in rows] == ["single", "data", "tensor"]
+    assert all(float(row["relative_error"]) < 1e-5 and row["phase"] == "check" for row in rows)
+
+
+def rows_of(model, ranks=2):
+    """A record that `model` would be right about."""
+    rows = []
+    for kind in KINDS:
+        for size in (4096, 2**20):
+            milliseconds = 1e3 * model.links[kind].seconds(kind, ranks, size)
+            row = {"case": f"{size}", "variant": kind, "phase": "collective", "collective_bytes": float(size)}
+            rows.append({**row, "ranks_count": float(ranks), "latency_ms_p50": milliseconds, "predicted_ms": None})
+    rows.append({**rows[0], "latency_ms_p50": 100.0, "predicted_ms": 90.0})  # predicted, so not fitted
+    for case, grids in CALIBRATION.items():
+        sizes = patch_counts(grids)
+        by_rank = balance_by_cost(sizes, ranks, QuadraticCost.of_flops(CONFIG)).by_rank
+        for mode in ("single", "data", "tensor"):
+            seconds = model.predict(mode, sizes, 1 if mode == "single" else ranks, by_rank).seconds
+            row = {"case": case, "variant": mode, "phase": "calibration", "ranks_count": float(ranks)}
+            rows.append({**row, "latency_ms_p50": 1e3 * seconds})
+    return rows
+
+
+def test_a_record_gives_its_cost_model_back():
+    model = replace(assumed_cost_model(CONFIG, torch.float32), image_s=1e-4, meet_s=1e-4)
+    rows = rows_of(model)
+    assert len(collective_points(rows)) == 2 * len(KINDS)
+    fitted = fit_record(rows, "tiny", torch.float32, "made up")
+    for mode in ("single", "data", "tensor", "auto"):
+        grids = [(24, 24), (6, 8), (12, 12)]
+        assert predict(fitted, mode, grids, 2) == pytest.approx(predict(model, mode, grids, 2), rel=0.02)
+
+
+def test_the_summary_compares_auto_with_the_better_mode():
+    times = {"single": 100.0, "data": 90.0, "tensor": 60.0, "auto": 66.0}
+    rows = [
+        {
+            "case": "one",
+            "variant": mode,
+            "phase": phase,
+            "ranks_count": 2,
+            "latency_ms_p50": milliseconds,
+            "predicted_ms": 1.2 * milliseconds,
+            "speedup_ratio": round(100 / milliseconds, 3),
+        }
+        for phase in ("collective", "sweep")
+        for mode, milliseconds in times.items()
+    ]
+    result = summary(rows)
+    assert result["auto_over_best"] == {"one": 1.1}
+    assert result["speedup_of_data"] == {"one": 1.111}
+    assert result["median_prediction_error"] == {"collective": 0.2, "sweep": 0.2}

@@ -1,0 +1,178 @@
+"""When a rank does not come: the others end within the timeout, with an error that names it; and what is refused."""
+
+import multiprocessing
+import signal
+import socket
+from queue import Empty
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from kimivl_lab import MoonViTConfig
+from kimivl_lab.moonvit.linear import FusedLinear
+from kimivl_lab.parallel.groups import init_group
+from kimivl_lab.parallel.launch import run_ranks
+from kimivl_lab.parallel.linear import check_plain
+from kimivl_lab.parallel.tensor_parallel import check_tensor_parallel_size, tensor_parallel, tensor_parallel_sizes
+from tests.conftest import tiny_encoder, tiny_tower
+from tests.parallel_worker import fail_on_rank_1, lose_a_rank
+
+TIMEOUT_S = 3.0
+SCENARIOS = {  # name: ranks, those that do not come
+    "dies": (4, [1]),
+    "keeper of the store dies": (3, [0]),
+    "hangs": (2, [1]),
+    "shards by a half, reduces over all": (4, [2, 3]),
+    "cannot read its images": (3, [1]),
+}
+
+
+@pytest.fixture(scope="module")
+def survivors():
+    """scenario -> (rank, kind of error, its text, missing ranks, seconds) of every rank that came. All run at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kimivl_lab.kimi_vl", "tests.parallel_worker"])
+    queue, processes = context.Queue(), []
+    for scenario, (ranks, _) in SCENARIOS.items():
+        port = free_port()
+        for rank in range(ranks):
+            process = context.Process(target=lose_a_rank, args=(scenario, rank, ranks, port, TIMEOUT_S, queue))
+            process.start()
+            processes.append(process)
+    found = {scenario: [] for scenario in SCENARIOS}
+    expected = sum(ranks - len(lost) for ranks, lost in SCENARIOS.values()) + 1  # one lost rank tells why
+    try:
+        for _ in range(expected):
+            scenario, *result = queue.get(timeout=30)
+            found[scenario].append(result)
+    except Empty:
+        pass  # the tests below say who hung
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_others_end_in_time_and_name_who_is_missing(survivors, scenario):
+    ranks, lost = SCENARIOS[scenario]
+    found = {rank: rest for rank, *rest in survivors[scenario]}
+    assert set(range(ranks)) - set(lost) <= set(found), "a rank hangs"
+    for rank in set(range(ranks)) - set(lost):
+        kind, text, missing, seconds = found[rank]
+        assert kind == "RankError", text
+        assert missing == lost, text
+        assert all(f"rank {one}" in text for one in lost)
+        assert seconds < TIMEOUT_S + 5
+
+
+def test_the_reason_reaches_the_other_ranks(survivors):
+    texts = {rank: (kind, text) for rank, kind, text, *_ in survivors["cannot read its images"]}
+    assert texts[1] == ("FileNotFoundError", "page_7.png")
+    assert "rank 1 left with FileNotFoundError: page_7.png" in texts[0][1]
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+class Int8Weight(torch.Tensor):
+    """A weight-only quantised weight as torchao makes them: a subclass that looks like float32 and holds int8."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+    def __init__(self, weight):
+        self.scale = weight.detach().abs().amax(1, keepdim=True) / 127
+        self.int8 = (weight.detach() / self.scale).round().to(torch.int8)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # ty: ignore[incompatible-method-override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        return func(*(one.int8 * one.scale if isinstance(one, Int8Weight) else one for one in args), **(kwargs or {}))
+
+
+def quantised(linear: Any) -> nn.Linear:
+    linear.weight = nn.Parameter(Int8Weight(linear.weight), requires_grad=False)
+    return linear
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_quantised_layer_works_whole_and_is_refused_before_anything_is_cut(alone):
+    tower: Any = tiny_tower()
+    quantised(tower.encoder.blocks[1].mlp.fc1)
+    pixels = torch.randn(4, 3, 14, 14)
+    with torch.no_grad():
+        want = tower(pixels, [(2, 2)])
+        with pytest.raises(ValueError, match="Int8Weight torch.float32: cut first"):
+            tensor_parallel(tower, alone)
+        assert all(type(block.wqkv) is FusedLinear for block in tower.encoder.blocks)
+        assert torch.equal(tower(pixels, [(2, 2)]), want)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(4, 4, bias=False),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+        nn.Linear(4, 4).to(torch.float8_e4m3fn),
+        nn.Bilinear(4, 4, 4),
+        nn.Identity(),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_only_plain_layers_are_cut(layer):
+    with pytest.raises(ValueError, match="only plain floating-point nn.Linear layers"):
+        check_plain(layer)
+
+
+def test_G8_legal_sizes_divide_heads_and_columns():
+    assert tensor_parallel_sizes(MoonViTConfig()) == [1, 2, 4, 8, 16]
+    with pytest.raises(ValueError, match="16 heads and 4304 MLP columns .* 3 ranks: legal sizes are 1, 2, 4, 8, 16"):
+        check_tensor_parallel_size(MoonViTConfig(), 3)
+
+
+def test_the_mode_and_its_group_are_checked(alone):
+    encoder = tiny_encoder()
+    with pytest.raises(ValueError, match="'sharded': one of none, data, tensor, auto"):
+        encoder.set_encoder_parallel("sharded", alone)
+    for mode in ("data", "tensor", "auto"):
+        with pytest.raises(ValueError, match="group .* got None"):
+            encoder.set_encoder_parallel(mode)
+    metadata = encoder.vision_tower.prepare_encoder_metadata([(2, 2)])
+    with pytest.raises(ValueError, match="takes image_grid_hws"):
+        encoder.set_encoder_parallel("data", alone)(torch.zeros(4, 3, 14, 14), encoder_metadata=metadata)
+    with pytest.raises(ValueError, match="cut over ranks already"):
+        encoder.set_encoder_parallel("tensor", alone).set_encoder_parallel("data", alone)
+
+
+def test_a_group_needs_a_finite_timeout():
+    with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
+        init_group(timeout_s=0)
+
+
+def test_the_launcher_names_the_rank_that_failed_and_keeps_the_signal_handlers():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(ChildFailedError, match=r"rank\s+: 1[\s\S]*no picture"):
+        run_ranks(fail_on_rank_1, 2)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
