@@ -1,6 +1,7 @@
 """When a rank does not come: the others end within the timeout, with an error that names it; and what is refused."""
 
 import multiprocessing
+import pickle
 import signal
 import socket
 from queue import Empty
@@ -14,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from kimivl_lab import MoonViTConfig
 from kimivl_lab.moonvit.linear import FusedLinear
-from kimivl_lab.parallel.groups import init_group
+from kimivl_lab.parallel.groups import RankError, init_group
 from kimivl_lab.parallel.launch import run_ranks
 from kimivl_lab.parallel.linear import check_plain
 from kimivl_lab.parallel.tensor_parallel import check_tensor_parallel_size, tensor_parallel, tensor_parallel_sizes
@@ -164,6 +165,11 @@ def test_the_mode_and_its_group_are_checked(alone):
         encoder.set_encoder_parallel("data", alone)(torch.zeros(4, 3, 14, 14), encoder_metadata=metadata)
     with pytest.raises(ValueError, match="cut over ranks already"):
         encoder.set_encoder_parallel("tensor", alone).set_encoder_parallel("data", alone)
+
+
+def test_the_error_comes_back_from_another_process_whole():
+    error = pickle.loads(pickle.dumps(RankError("all_reduce: rank 2 did not come", [2])))
+    assert (str(error), error.missing) == ("all_reduce: rank 2 did not come", [2])
 
 
 def test_a_group_needs_a_finite_timeout():

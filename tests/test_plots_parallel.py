@@ -4,10 +4,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from matplotlib.collections import LineCollection
 from matplotlib.container import BarContainer
 from matplotlib.patches import Circle, Rectangle
 
 from kimivl_lab import MoonViTConfig
+from kimivl_lab.measure.timing import Timing
 from kimivl_lab.parallel.simulate import ScalingPoint
 from kimivl_lab.plots import cost_model, parallel
 from tests.drawing import drawing, words  # noqa: F401
@@ -77,14 +79,17 @@ def test_bytes_climb_by_two_a_layer_and_end_at_the_sum():
 
 
 def test_predictions_lie_where_they_were_measured():
-    pairs = {"single": [(10, 11)], "data": [(6, 6)], "tensor": [(8, 4), (100, 120)]}
+    around = {ms: Timing(0.8 * ms, ms, 1.25 * ms, 5) for ms in (6, 8, 10, 20, 100)}
+    pairs = {"single": [(around[10], 11)], "data": [(around[6], 6)], "tensor": [(around[8], 4), (around[100], 120)]}
     fig, (left, right) = cost_model.predicted_against_measured(
-        pairs, {"single": [(20, 20)]}, 0.15, title="t", subtitle="a machine, a date"
+        pairs, {"single": [(around[20], 20)]}, 0.15, title="t", subtitle="a machine, a date"
     )
     drawn = {line.get_label(): points(line) for line in left.lines}
     assert drawn["one rank"] == [[10, 11]] and drawn["tensor parallel"] == [[8, 4], [100, 120]]
     errors = [y for line in right.lines if line.get_marker() == "s" for y in np.asarray(line.get_ydata())]
     assert errors == pytest.approx([-0.5, 0.2])
+    bars = [bar for one in right.collections if isinstance(one, LineCollection) for bar in one.get_segments()]
+    assert {bar[0][0]: (bar[0][1], bar[1][1]) for bar in bars}[100] == pytest.approx((120 / 125 - 1, 120 / 80 - 1))
     assert right.get_ylim()[0] < -0.5, "the worst is in the picture"
     text = words(fig)
     assert "measured, ms" in text and "predicted, ms" in text and "a machine, a date" in text

@@ -34,6 +34,9 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.missing = missing
 
+    def __reduce__(self) -> tuple[type["RankError"], tuple[str, list[int]]]:
+        return RankError, (str(self), self.missing)
+
 
 def init_group(device: torch.device | str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.ProcessGroup:
     """Joins the processes that torchrun or `run_ranks` started, and returns the group of all of them.

@@ -8,6 +8,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator, PercentFormatter
 
+from ..measure.timing import Timing
 from ..parallel.simulate import ScalingPoint
 from .style import COLORS, GREY, INK, new_figure, set_titles
 
@@ -21,22 +22,22 @@ _PLAIN = FuncFormatter(lambda value, _: f"{value:,g}")
 
 
 def predicted_against_measured(
-    pairs: Mapping[str, Sequence[tuple[float, float]]],
-    fitted: Mapping[str, Sequence[tuple[float, float]]],
+    pairs: Mapping[str, Sequence[tuple[Timing, float]]],
+    fitted: Mapping[str, Sequence[tuple[Timing, float]]],
     band: float,
     *,
     title: str,
     subtitle: str,
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Left, predicted against measured time of every batch; right, how far off.
+    """Left, predicted against measured median time of every batch; right, how far off, a line for p20 to p80.
 
     Args:
-        pairs: mode -> (measured ms, predicted ms) of batches that the model has not seen.
+        pairs: mode -> (measured, predicted ms) of batches that the model has not seen.
         fitted: the same of those it was fitted on, drawn hollow.
         band: relative error that is shaded: 0.15 is 15 % either way.
     """
     fig, (left, right) = new_figure(10.4, 4.9, ncols=2, width_ratios=(1, 1.25))
-    times = np.array([pair for group in (pairs, fitted) for batches in group.values() for pair in batches])
+    times = np.array([(t.p50_ms, ms) for group in (pairs, fitted) for batches in group.values() for t, ms in batches])
     ends = np.array([0.6 * times.min(), 1.7 * times.max()])
     left.fill_between(ends, ends * (1 - band), ends * (1 + band), color=COLORS["sand"], alpha=0.7, lw=0)
     left.plot(ends, ends, color=INK, lw=1.4)
@@ -45,10 +46,12 @@ def predicted_against_measured(
     for group, hollow in ((fitted, True), (pairs, False)):
         for mode, batches in group.items():
             words, color, marker, _ = _MARKS[mode]
-            measured, predicted = np.array(batches).T
+            measured, predicted = np.array([(t.p50_ms, ms) for t, ms in batches]).T
             style = {"mfc": "none", "mec": GREY, "ms": 6.5} if hollow else {"color": color, "mec": INK, "ms": 8}
             label = None if hollow else words
             left.plot(measured, predicted, marker, mew=1.1, label=label, **style)
+            spread = [[ms / t.p80_ms - 1 for t, ms in batches], [ms / t.p20_ms - 1 for t, ms in batches]]
+            right.vlines(measured, *spread, color=GREY if hollow else color, lw=1.2)
             right.plot(measured, predicted / measured - 1, marker, mew=1.1, **style)
     left.plot([], [], "o", mfc="none", mec=GREY, mew=1.1, ms=6.5, label="fitted on")
     for ax in (left, right):
