@@ -13,6 +13,11 @@ Where a name is known from elsewhere:
     build_merge_gather_idx                -                               build_merge_gather_idx
     KimiVLMultiModalProjector             KimiVLMultiModalProjector       KimiVLMultiModalProjector
     KimiVLEncoder.get_image_features      get_image_feature               embed_multimodal
+    QKVParallelLinear, RowParallelLinear  QKVParallelLinear, ...          QKVParallelLinear, ...
+    KimiVLEncoder.set_encoder_parallel    mm_enable_dp_encoder            mm_encoder_tp_mode
+    run_dp_sharded_vision_model           run_dp_sharded_mrope_..._model  run_dp_sharded_mrope_vision_model
+    get_dp_encoder_lb_assignment          get_dp_encoder_lb_assignment    get_load_balance_assignment
+    EncoderCudaGraphRunner                ViTCudaGraphRunner              EncoderCudaGraphManager
 """
 
 from importlib import import_module
@@ -20,14 +25,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import EncoderOptions, KimiVLConfig, MoonViTConfig
+    from .cudagraph.runner import EncoderCudaGraphRunner
     from .geometry import ImageGeometry, image_geometry
     from .image_processor import KimiVLImageProcessor
     from .kimi_vl import KimiVLEncoder
+    from .measure.syncs import count_host_syncs
     from .moonvit.merger import build_merge_gather_idx, patch_merger, patch_merger_packed, split_image_features
     from .moonvit.metadata import EncoderMetadata, prepare_encoder_metadata
     from .moonvit.model import MoonVitPretrainedModel
+    from .parallel.data_parallel import run_dp_sharded_vision_model
 
 __all__ = [
+    "EncoderCudaGraphRunner",
     "EncoderMetadata",
     "EncoderOptions",
     "ImageGeometry",
@@ -37,14 +46,17 @@ __all__ = [
     "MoonViTConfig",
     "MoonVitPretrainedModel",
     "build_merge_gather_idx",
+    "count_host_syncs",
     "image_geometry",
     "patch_merger",
     "patch_merger_packed",
     "prepare_encoder_metadata",
+    "run_dp_sharded_vision_model",
     "split_image_features",
 ]
 
 _HOME = {
+    "EncoderCudaGraphRunner": ".cudagraph.runner",
     "EncoderMetadata": ".moonvit.metadata",
     "EncoderOptions": ".config",
     "ImageGeometry": ".geometry",
@@ -54,10 +66,12 @@ _HOME = {
     "MoonViTConfig": ".config",
     "MoonVitPretrainedModel": ".moonvit.model",
     "build_merge_gather_idx": ".moonvit.merger",
+    "count_host_syncs": ".measure.syncs",
     "image_geometry": ".geometry",
     "patch_merger": ".moonvit.merger",
     "patch_merger_packed": ".moonvit.merger",
     "prepare_encoder_metadata": ".moonvit.metadata",
+    "run_dp_sharded_vision_model": ".parallel.data_parallel",
     "split_image_features": ".moonvit.merger",
 }
 

@@ -27,11 +27,12 @@ def suite_options(tmp_path, **changes):
 
 
 def test_gpu_suite_dry_run_writes_valid_records(tmp_path):
-    steps = [step for step in gpu_suite.STEPS if step.name in ("attention", "upload", "encoder, float32")]
-    results = run_steps(steps, suite_options(tmp_path))
-    assert [result.get("benchmark") for result in results.values()] == ["attention", "upload", "encoder"], results
+    dry = ("attention", "upload", "metadata", "syncs, bfloat16", "encoder, float32", "graphs, bfloat16")
+    results = run_steps([step for step in gpu_suite.STEPS if step.name in dry], suite_options(tmp_path))
+    modules = ["attention", "upload", "metadata", "syncs", "encoder", "graphs"]
+    assert [result.get("benchmark") for result in results.values()] == modules, results
     records = sorted(tmp_path.glob("*.csv"))
-    assert len(records) == 3
+    assert len(records) == len(modules)
     assert [problem for path in records for problem in record_problems(path)] == []
 
 

@@ -24,22 +24,30 @@ from . import command
 
 @dataclass(frozen=True)
 class Step:
-    """One process: `python -m kimivl_lab.bench.<module> <arguments>`; `seconds` is what it is expected to take."""
+    """One process: `python -m kimivl_lab.bench.<module> <arguments>`; `seconds` is what it is expected to take.
+
+    `gpus`: the least it makes sense on; it starts its own processes for them.
+    """
 
     name: str
     module: str
     seconds: int
     arguments: tuple[str, ...] = ()
+    gpus: int = 1
 
 
 STEPS = (
-    Step("attention", "attention", 40),
-    Step("rope", "rope", 60),
-    Step("position", "position", 60),
-    Step("upload", "upload", 30),
-    Step("encoder, bfloat16", "encoder", 90, ("--dtype", "bfloat16", "--compiled")),
-    Step("encoder, float32", "encoder", 60, ("--dtype", "float32", "--repeats", "5")),
-    Step("ladder, bfloat16", "ladder", 90, ("--dtype", "bfloat16", "--preset", "kimi-vl-a3b", "--repeats", "5")),
+    Step("attention", "attention", 35),
+    Step("rope", "rope", 35),
+    Step("position", "position", 40),
+    Step("upload", "upload", 25),
+    Step("metadata", "metadata", 15),
+    Step("syncs, bfloat16", "syncs", 45, ("--dtype", "bfloat16")),
+    Step("encoder, bfloat16", "encoder", 80, ("--dtype", "bfloat16", "--compiled")),
+    Step("encoder, float32", "encoder", 50, ("--dtype", "float32", "--repeats", "5")),
+    Step("graphs, bfloat16", "graphs", 60, ("--dtype", "bfloat16", "--preset", "kimi-vl-a3b")),
+    Step("ladder, bfloat16", "ladder", 70, ("--dtype", "bfloat16", "--preset", "kimi-vl-a3b", "--repeats", "5")),
+    Step("parallel, bfloat16", "parallel", 120, ("--dtype", "bfloat16", "--preset", "kimi-vl-a3b"), gpus=2),
 )
 
 
@@ -49,7 +57,10 @@ def run_steps(steps: Sequence[Step], options: argparse.Namespace) -> dict[str, A
     results: dict[str, Any] = {}
     for step in steps:
         left = deadline - time.monotonic()
-        if left < step.seconds and not options.quick:
+        gpus = torch.cuda.device_count() if options.device.startswith("cuda") else step.gpus
+        if gpus < step.gpus:
+            results[step.name] = {"skipped": f"needs {step.gpus} GPUs, there is {gpus}"}
+        elif left < step.seconds and not options.quick:
             results[step.name] = {"skipped": f"{left:.0f} s left of the budget, expects {step.seconds} s"}
         else:
             command.progress(f"=== {step.name} ({left:.0f} s left)")
@@ -64,7 +75,7 @@ def run_step(step: Step, options: argparse.Namespace, timeout: float) -> dict[st
     program = [sys.executable, "-m", f"kimivl_lab.bench.{step.module}", *step.arguments]
     program += ["--out", str(options.out), "--device", options.device, "--seed", str(options.seed)]
     program += ["--quick"] * options.quick
-    if options.preset and step.module in ("encoder", "ladder"):
+    if options.preset and step.module in ("encoder", "graphs", "ladder", "syncs", "parallel"):
         program += ["--preset", options.preset]
     start = time.monotonic()
     try:
@@ -82,7 +93,7 @@ def main() -> None:
     parser.set_defaults(device="cuda")
     parser.add_argument("--budget", type=float, default=460, help="seconds for all steps (%(default)s)")
     parser.add_argument("--only", help="steps whose name begins so, e.g. encoder")
-    parser.add_argument("--preset", help="of the encoder steps; the published size by default")
+    parser.add_argument("--preset", help="of the steps that run a tower; the published size by default")
     options = parser.parse_args()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here; --device cpu --quick is a dry run")

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from ..config import EncoderOptions, MoonViTConfig
+from ..cudagraph.runner import EncoderCudaGraphRunner
 from ..datasets import draw_sizes, sample_images
-from ..geometry import Grid, as_grid_list, image_geometry, patch_counts
+from ..geometry import Grid, as_grid_list, image_geometry, patch_counts, token_counts
 from ..image_processor import KimiVLImageProcessor
 from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
 from ..measure.records import Recorder
 from ..measure.timing import time_interleaved
-from ..moonvit.attention import resolve_attention, sdpa_masked_attention
+from ..moonvit.attention import resolve_attention, sdpa_attention, sdpa_masked_attention
 from ..moonvit.historic import reading_the_bound
 from ..moonvit.layers import Kernels
 from ..moonvit.linear import prepack_unavailable
@@ -63,10 +64,11 @@ class Rung:
     convolution: bool = True
     packed_merge: bool = False
     prepack: bool = False
+    graphs: bool = False
 
 
 def rungs(device: torch.device, dtype: torch.dtype) -> list[Rung]:
-    """From first to last; prepacked layers only where there are some."""
+    """From first to last; prepacked layers and graphs only where there are some."""
     ladder = [Rung("before")]
 
     def step(name: str, **changes: object) -> None:
@@ -80,12 +82,28 @@ def rungs(device: torch.device, dtype: torch.dtype) -> list[Rung]:
     step("linear patch embedding", convolution=False)
     if prepack_unavailable(dtype, device) is None:
         step("fused, prepacked layers", prepack=True)
+    if resolve_attention("auto", device, dtype) is not sdpa_attention or device.type == "cpu":
+        step("graphs", graphs=True)
     return ladder
 
 
-def encode(tower: MoonVitPretrainedModel, pixels: Tensor, grid_hws: Tensor, rung: Rung) -> Tensor:
-    """The tower's forward, the way `rung` does it: (T, 4, D)."""
+def graph_runner(tower: MoonVitPretrainedModel, grid_hws: Tensor) -> EncoderCudaGraphRunner:
+    """One graph, as large as this batch."""
+    tokens = sum(token_counts(as_grid_list(grid_hws), tower.config.merge_kernel_size))
+    return EncoderCudaGraphRunner(tower, [tokens], max_images=len(grid_hws))
+
+
+def encode(
+    tower: MoonVitPretrainedModel,
+    pixels: Tensor,
+    grid_hws: Tensor,
+    rung: Rung,
+    runner: EncoderCudaGraphRunner | None = None,
+) -> Tensor:
+    """The tower's forward, the way `rung` does it: (T, 4, D). `runner`: of its graphs, made here when None."""
     tower.set_options(position=rung.position)
+    if rung.graphs:
+        return (runner or graph_runner(tower, grid_hws))(pixels, grid_hws)
     metadata = tower.prepare_encoder_metadata(grid_hws)
     if rung.convolution:
         x = tower.patch_embed.proj(pixels.to(tower.dtype)).flatten(1) + metadata.pos_embeds
@@ -148,7 +166,8 @@ def climb(
     repeats: int,
 ) -> Iterator[dict[str, Any]]:
     """Checks and times every rung on one batch; the rows of a record, less their case."""
-    runs = {rung.name: partial(encode, tower, pixels, grids, rung) for rung in rungs(tower.device, tower.dtype)}
+    runner = graph_runner(tower, grids)
+    runs = {rung.name: partial(encode, tower, pixels, grids, rung, runner) for rung in rungs(tower.device, tower.dtype)}
     errors = checked_errors(runs, exact(pixels, grids), tolerance)
     memory = {name: peak_memory_mib(once, tower.device) for name, once in runs.items()}
     timings = time_interleaved(

@@ -1,1 +1,1 @@
-"""Measuring: one timing function, provenance of the machine, and records that survive a failed run."""
+"""Measuring: one timing function, host syncs, provenance of the machine, and records that survive a failed run."""

@@ -31,8 +31,7 @@ from .precision import compute_dtype
 PackedAttention = Callable[[Tensor, Tensor, Tensor, EncoderMetadata], Tensor]
 
 
-@torch.library.custom_op("kimivl_lab::packed_attention", mutates_args=())
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str) -> Tensor:
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str) -> Tensor:
     """q, k, v (L, heads, d), offsets (m + 1,) int32 -> (L, heads, d), contiguous.
 
     Args:
@@ -50,6 +49,9 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
     out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     assert isinstance(out, Tensor)
     return out
+
+
+packed_attention = torch.library.custom_op("kimivl_lab::packed_attention", attend_packed, mutates_args=())
 
 
 @packed_attention.register_fake

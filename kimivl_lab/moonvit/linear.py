@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .weight_state import WeightState
 
@@ -67,7 +68,10 @@ def refresh_packed(module: nn.Module) -> None:
     """Brings the packed copies of all `FusedLinear`s in `module` up to date: once a forward, before its first layer.
 
     In between a layer only looks its copy up, for a look at every weight amid the products costs more than it seems.
+    A trace records no refreshing: whoever replays it refreshes first.
     """
+    if get_proxy_mode() is not None:
+        return
     for layer in module.modules():
         if isinstance(layer, FusedLinear):
             layer.packed.refresh(layer.weight)

@@ -1,0 +1,230 @@
+"""Graphs against the eager tower: budgets at several fills, capture time and memory, host time by depth.
+
+    python -m kimivl_lab.bench.graphs [--quick] [--preset lab] [--dtype float32] [--out DIR] [--device cpu]
+
+Phase "budget" times whole calls, grids in and features out, of one image that fills a budget in part or whole; every
+one is first compared with the float32 reference, after the pool, the output and, on a GPU, the padding were filled
+with NaN.
+Phase "capture" is what each graph costs. Phase "host" times the forward alone, its metadata given: of towers that are
+narrow, so that the arithmetic takes next to no time and what is left is the host's, by depth; and of the "tiny" preset
+as it is. On a GPU it is the time until the host is free again. `launches_count` are the calls by which the host starts
+work: operators on a CPU; kernels, copies and graphs on a GPU.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..config import MoonViTConfig
+from ..cudagraph.runner import EncoderCudaGraphRunner
+from ..geometry import Grid, num_tokens
+from ..measure.accuracy import checked_errors
+from ..measure.records import Recorder
+from ..measure.timing import time_interleaved
+from ..moonvit.model import MoonVitPretrainedModel
+from . import command
+from .encoder import build, pixels_of
+
+BUDGETS = {"cpu": (4, 16, 64, 256, 1104), "cuda": (4, 16, 64, 256, 576, 1104, 2208)}
+QUICK_BUDGETS = (4, 64)
+FILLS = (0.5, 0.75, 1.0)
+DEPTHS = (1, 2, 4, 8, 16, 27)
+NARROW = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
+HOST_GRID: Grid = (4, 4)
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+PAYS = 1.05  # a replay that is faster by less is not counted as faster
+COLUMNS = (
+    "case",
+    "variant",
+    "phase",
+    "tokens",
+    "budget_tokens",
+    "layers_count",
+    "latency_ms_p50",
+    "latency_ms_p20",
+    "latency_ms_p80",
+    "repeats",
+    "speedup_ratio",
+    "launches_count",
+    "capture_ms",
+    "pool_mib",
+    "relative_error",
+)
+
+
+def image_of(tokens: int) -> Grid:
+    """The squarest grid of exactly so many merged tokens, or of as many as one image can have below that."""
+    for count in range(tokens, 0, -1):
+        for rows in range(math.isqrt(count), 0, -1):
+            if count % rows == 0 and count // rows < 256:
+                return 2 * rows, 2 * count // rows
+    raise ValueError(f"an image has at least one token, got {tokens}")
+
+
+def budget_rows(
+    exact: MoonVitPretrainedModel, tower: MoonVitPretrainedModel, options: argparse.Namespace, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Whole calls, then what each graph cost."""
+    budgets = QUICK_BUDGETS if options.quick else BUDGETS[tower.device.type]
+    runner = EncoderCudaGraphRunner(tower, budgets, max_images=8, max_waste=None)
+    errors: dict[int, float] = {}
+    for budget in budgets:
+        for fill in FILLS:
+            grid = image_of(round(fill * budget))
+            tokens, pixels = num_tokens(grid), pixels_of([grid], options.seed).to(tower.device)
+            want = exact(pixels, [grid])
+            runs = {"eager": partial(tower, pixels, [grid]), "replay": partial(runner, pixels, [grid])}
+            runner.poison = ("pool", "padding") if tower.device.type == "cuda" else ("pool",)
+            found = checked_errors(runs, want, TOLERANCE[options.dtype])
+            runner.poison = ()
+            errors[budget] = found["replay"]
+            case = f"budget {budget}, {tokens} tokens"
+            yield from compared(case, runs, found, tower, repeats, phase="budget", tokens=tokens, budget_tokens=budget)
+    for budget, calls in runner.stats.graphs.items():
+        yield {
+            "case": f"budget {budget}",
+            "variant": "replay",
+            "phase": "capture",
+            "budget_tokens": budget,
+            "layers_count": tower.config.num_hidden_layers,
+            "capture_ms": round(calls.capture_seconds * 1e3, 2),
+            "pool_mib": round(calls.nbytes / 2**20, 3),
+            "relative_error": f"{errors[budget]:.3g}",
+        }
+
+
+def host_rows(options: argparse.Namespace, repeats: int) -> Iterator[dict[str, Any]]:
+    """The forward alone, of narrow towers by depth and of the preset "tiny"."""
+    configs = {
+        f"narrow, {depth} layers": MoonViTConfig.preset("tiny", **NARROW, num_hidden_layers=depth)
+        for depth in (DEPTHS[1::2] if options.quick else DEPTHS)
+    }
+    configs["tiny"] = MoonViTConfig.preset("tiny")
+    pixels, tokens = pixels_of([HOST_GRID], options.seed).to(options.device), num_tokens(HOST_GRID)
+    for name, config in configs.items():
+        torch.manual_seed(options.seed)
+        tower = MoonVitPretrainedModel(config).eval().to(options.device)
+        want = tower(pixels, [HOST_GRID])
+        tower = tower.to(getattr(torch, options.dtype))
+        runner = EncoderCudaGraphRunner(tower, [tokens], max_images=1)
+        metadata, patches = tower.prepare_encoder_metadata([HOST_GRID]), pixels.to(tower.dtype)
+        eager = partial(tower, patches, encoder_metadata=metadata)
+        checked = {"eager": eager, "replay": partial(runner, pixels, [HOST_GRID])}
+        errors = checked_errors(checked, want, TOLERANCE[options.dtype])
+        runs = {"eager": eager, "replay": runner.graph(tokens).replay}
+        case = f"{name}, {len(patches)} patches"
+        yield from compared(case, runs, errors, tower, repeats, phase="host", tokens=tokens)
+
+
+def compared(
+    case: str,
+    runs: Mapping[str, Callable[[], Any]],
+    errors: Mapping[str, float],
+    tower: MoonVitPretrainedModel,
+    repeats: int,
+    *,
+    phase: str,
+    **more: Any,
+) -> Iterator[dict[str, Any]]:
+    """One row a variant, timed in turn: on the device's clock, or on the host's alone for the phase "host"."""
+    command.progress(f"graphs: {case}")
+    cuda = tower.device.type == "cuda"
+    timings = time_interleaved(
+        runs,
+        device="cpu" if phase == "host" else tower.device,
+        warmup=3,
+        repeats=repeats,
+        on_round=(lambda done: torch.cuda.synchronize()) if cuda else None,
+    )
+    for name, timing in timings.items():
+        yield {
+            "case": case,
+            "variant": name,
+            "phase": phase,
+            "layers_count": tower.config.num_hidden_layers,
+            "speedup_ratio": round(timings["eager"].p50_ms / timing.p50_ms, 3),
+            "launches_count": launches(runs[name], cuda),
+            "relative_error": f"{errors[name]:.3g}",
+            **more,
+            **timing.row(),
+        }
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators that compute: not views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def launches(run: Callable[[], Any], cuda: bool) -> int:
+    """How often one call starts work."""
+    if not cuda:
+        with _Operators() as operators:
+            run()
+        return operators.count
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        run()
+        torch.cuda.synchronize()
+    starts = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+    return sum(event.count for event in profile.key_averages() if event.key.startswith(starts))
+
+
+def crossover(rows: list[dict[str, Any]]) -> int | None:
+    """Tokens of the smallest full budget from which on no replay is faster; None where they are to the end."""
+    slow: int | None = None
+    for row in rows:
+        if row["phase"] == "budget" and row["variant"] == "replay" and row["tokens"] == row["budget_tokens"]:
+            if row["speedup_ratio"] >= PAYS:
+                slow = None
+            elif slow is None:
+                slow = row["tokens"]
+    return slow
+
+
+@torch.inference_mode()
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One record; its rows."""
+    repeats = 7 if options.quick else options.repeats
+    exact, tower = build(options)
+    exact = exact.to(options.device)
+    settings = command.settings(options, preset=options.preset, warmup=3, repeats=repeats)
+    with Recorder(
+        "graphs", options.dtype, COLUMNS, directory=options.out, device=options.device, settings=settings
+    ) as record:
+        for row in host_rows(options, 10 * repeats):
+            record.add(row)
+        for row in budget_rows(exact, tower, options, repeats):
+            record.add(row)
+    command.progress(f"wrote {record.path}")
+    return record.rows
+
+
+def main() -> None:
+    parser = command.parser("graphs", __doc__)
+    parser.add_argument("--preset", default="lab", choices=("tiny", "lab", "kimi-vl-a3b"), help="%(default)s")
+    parser.add_argument("--dtype", default="float32", choices=tuple(TOLERANCE), help="%(default)s")
+    parser.add_argument("--repeats", type=int, default=15, help="counted rounds (%(default)s)")
+    rows = run(parser.parse_args())
+    replays = [row for row in rows if row["variant"] == "replay"]
+    command.finish(
+        {
+            "benchmark": "graphs",
+            "host_speedup": {row["case"]: row["speedup_ratio"] for row in replays if row["phase"] == "host"},
+            "speedup": {row["case"]: row["speedup_ratio"] for row in replays if row["phase"] == "budget"},
+            "crossover_tokens": crossover(rows),
+            "capture_ms": sum(row["capture_ms"] for row in replays if row["phase"] == "capture"),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What a capture refuses, on either backend, with the line that asked for it.
+
+A graph replays operators at fixed addresses and nothing else. So during a capture it is an error to
+
+    read a device's value on the host     the value, and all that Python decides by it, would be frozen
+    look a grid up in a position cache    that grid's embedding would be frozen, or the cache filled with graph memory
+    run a collective                      unless the caller allows it and the communicator can be captured: a rank
+                                          with no image captures nothing, and its peers would wait for it
+"""
+
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..moonvit.position_cache import PositionCache
+
+_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_READS = {
+    *("item", "tolist", "numpy", "cpu", "equal", "allclose"),
+    *("__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"),
+    *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
+    *("__repr__", "__format__"),
+}
+
+
+class GraphCaptureError(RuntimeError):
+    """A forward cannot be captured; the message names the line that stands in the way."""
+
+
+class HostReadGuard(TorchFunctionMode):
+    """Inside it, reading a tensor's value, or a size that depends on values, raises `GraphCaptureError`.
+
+    What an operator registered with torch.library does inside is its own affair.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS or _selects_by_value(name, args, kwargs or {}):
+            raise GraphCaptureError(f"capture: {name.strip('_')}() reads a device value {_where(sys._getframe(1))}")
+        return func(*args, **(kwargs or {}))
+
+
+class CollectiveGuard(TorchDispatchMode):
+    """Inside it, a collective raises `GraphCaptureError` before it is launched."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _COLLECTIVES:
+            raise GraphCaptureError(
+                f"capture: collective {func} {_where(sys._getframe(1))}; data parallelism captures each rank's own "
+                f"work, outside of collectives, and tensor parallelism needs tensor_parallel_group and NCCL"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def position_caches_untouched(module: nn.Module) -> Generator[None]:
+    """Raises `GraphCaptureError` when one of the position caches in `module` is looked into."""
+    caches = [cache for part in module.modules() for cache in vars(part).values() if isinstance(cache, PositionCache)]
+    before = [_lookups(cache) for cache in caches]
+    yield
+    if [_lookups(cache) for cache in caches] != before:
+        raise GraphCaptureError(
+            "capture: a position cache was looked into, and its grid would be frozen in the graph: "
+            "position embeddings are an input, made by prepare_encoder_metadata before the replay"
+        )
+
+
+@contextmanager
+def errors_named() -> Generator[None]:
+    """Turns a RuntimeError of a capture into a `GraphCaptureError` that names the innermost line outside torch."""
+    try:
+        yield
+    except GraphCaptureError:
+        raise
+    except RuntimeError as error:
+        raise GraphCaptureError(f"capture: {str(error).splitlines()[0]} {_where(_frames(error))}") from error
+
+
+def _selects_by_value(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """`x[mask]`, `where(mask)` and repeats by a tensor: results whose size is in the values."""
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    if name == "repeat_interleave":
+        counts = kwargs.get("repeats", args[-1] if args else None)
+        return isinstance(counts, Tensor) and kwargs.get("output_size") is None
+    if name == "__getitem__":
+        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return False
+
+
+def _lookups(cache: PositionCache) -> int:
+    return cache.stats.hits + cache.stats.misses
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    """(frame, line) of a traceback, innermost first."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        assert isinstance(trace, TracebackType)
+        frames.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return frames[::-1]
+
+
+def _where(source: FrameType | list[tuple[FrameType, int]]) -> str:
+    """ "at file:line in function", of the innermost frame that is neither torch's nor this package's."""
+    if isinstance(source, FrameType):
+        frames, frame = [], source
+        while frame is not None:
+            frames.append((frame, frame.f_lineno))
+            frame = frame.f_back
+    else:
+        frames = source
+    for frame, line in frames:
+        if not os.path.abspath(frame.f_code.co_filename).startswith(_NOT_THE_USERS):
+            return f"at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+    return "inside torch"

@@ -1,0 +1,104 @@
+"""What a graph runner has done, counted: replays, eager calls and why, padding, memory, time. `print(runner.stats)`."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Calls:
+    """Calls of one graph, or eager calls of one kind.
+
+    Attributes:
+        calls, images: how many.
+        tokens: real merged tokens.
+        rows: merged tokens computed, padding included.
+        seconds: of the host, from the first copy to the last.
+    """
+
+    calls: int = 0
+    images: int = 0
+    tokens: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+
+    def add(self, images: int, tokens: int, rows: int, seconds: float) -> None:
+        self.calls += 1
+        self.images += images
+        self.tokens += tokens
+        self.rows += rows
+        self.seconds += seconds
+
+    @property
+    def waste(self) -> float:
+        """Computed rows over real ones; 1 without any."""
+        return self.rows / self.tokens if self.tokens else 1.0
+
+
+@dataclass
+class GraphCalls(Calls):
+    """Calls of one graph, and what it cost to have it: seconds of capture, bytes that the pool grew by."""
+
+    capture_seconds: float = 0.0
+    nbytes: int = 0
+
+
+@dataclass
+class RunnerStats:
+    """Attributes:
+    graphs: by budget in merged tokens, ascending.
+    eager: by reason, "too large", "padding" (it would waste more than allowed) or "pixels" (of another kind).
+    input_bytes: of the static inputs, shared by all graphs.
+    """
+
+    graphs: dict[int, GraphCalls] = field(default_factory=dict)
+    eager: dict[str, Calls] = field(default_factory=dict)
+    input_bytes: int = 0
+
+    @property
+    def hits(self) -> int:
+        """Replays."""
+        return sum(calls.calls for calls in self.graphs.values())
+
+    @property
+    def misses(self) -> int:
+        """Eager calls."""
+        return sum(calls.calls for calls in self.eager.values())
+
+    @property
+    def total(self) -> Calls:
+        """All calls together."""
+        total = Calls()
+        for calls in (*self.graphs.values(), *self.eager.values()):
+            for name in vars(total):
+                setattr(total, name, getattr(total, name) + getattr(calls, name))
+        return total
+
+    @property
+    def waste(self) -> float:
+        """Computed rows over real ones of all calls."""
+        return self.total.waste
+
+    @property
+    def nbytes(self) -> int:
+        """Static inputs and the pool."""
+        return self.input_bytes + sum(calls.nbytes for calls in self.graphs.values())
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("budget", "calls", "images", "tokens", "rows", "rows/tokens", "ms a call", "capture s", "MiB")
+        ]
+        rows += [(str(budget), *_cells(calls), *_cost(calls)) for budget, calls in self.graphs.items()]
+        rows += [(f"eager: {reason}", *_cells(calls), "", "") for reason, calls in self.eager.items()]
+        capture = sum(calls.capture_seconds for calls in self.graphs.values())
+        rows.append(("all", *_cells(self.total), f"{capture:.2f}", f"{self.nbytes / 2**20:.1f}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+        return "\n".join(lines)
+
+
+def _cells(calls: Calls) -> tuple[str, ...]:
+    each = f"{calls.seconds / calls.calls * 1e3:.2f}" if calls.calls else ""
+    return (str(calls.calls), str(calls.images), str(calls.tokens), str(calls.rows), f"{calls.waste:.3f}", each)
+
+
+def _cost(calls: GraphCalls) -> tuple[str, str]:
+    return (f"{calls.capture_seconds:.2f}", f"{calls.nbytes / 2**20:.1f}")
