@@ -3,12 +3,14 @@
 import re
 import shlex
 import shutil
+import socket
 import statistics
 from pathlib import Path
 
 import nbformat
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 
 from kimivl_lab import KimiVLConfig, KimiVLEncoder, KimiVLImageProcessor, cli, image_geometry
@@ -59,7 +61,18 @@ def test_the_front_picture_shows_the_kept_record_of_the_ladder():
         assert picture.info["Source"] == source_of(find_record("ladder", kept_records())), "run `make notebooks`"
 
 
-def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def rank_of_one(monkeypatch):
+    """What torchrun says to the only rank of a job."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys, rank_of_one):
     """In a folder with the data and a small checkpoint under the name that the README uses."""
     shutil.copytree(ROOT / "data" / "images", tmp_path / "data" / "images")
     torch.manual_seed(0)
@@ -68,12 +81,15 @@ def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}
     code = blocks("python")
-    assert len(code) == 4
+    assert len(code) == 6
     for block in code:
         exec(compile(block, "README.md", "exec"), names)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "(368, 4, 288)" and printed[0] in README
     assert names["rows"].shape == (368, 64)
+    assert names["encoder"].encoder_parallel == "data"
+    assert names["runner"].stats.graphs[368].calls == 1
+    assert printed[-1] == "0 {}" and printed[-1] in README
     assert printed[1] == f"(66, 66) 4356 1089 {[0, 4356, *[5676] * 7]}" and "4,356 patches" in README
     x = torch.arange(5676)[:, None]
     merged = names["patch_merger_packed"](x, names["index"])
@@ -83,10 +99,11 @@ def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys):
 
 def test_the_command_lines_are_understood():
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("kimivl-lab")]
-    assert len(lines) == 3
+    assert len(lines) == 6
     for line in lines:
         arguments = cli._parser().parse_args(shlex.split(line, comments=True)[1:])
-        for path in getattr(arguments, "images", []):
+        paths = getattr(arguments, "images", None) or []
+        for path in paths if isinstance(paths, list) else [paths]:
             assert (ROOT / path).exists()
 
 
