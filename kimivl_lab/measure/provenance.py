@@ -52,7 +52,7 @@ def provenance(device: torch.device | str = "cpu", **settings: Any) -> dict[str,
     origin: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":(top,exclude)data/measurements")),
         "command": _command(),
         "device": device_name(device),
         "threads": torch.get_num_threads(),
