@@ -1,0 +1,156 @@
+"""What a captured graph saves and what it costs: launches on a timeline, budgets over images, measured replays."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, PercentFormatter
+
+from ..measure.timing import Timing
+from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
+
+if TYPE_CHECKING:
+    from ..cudagraph.workload import TokenCounts
+
+Spans: TypeAlias = Sequence[tuple[float, float]]  # (start, length)
+
+_PREDICTED = (("navy", "--"), ("blue", ":"))
+_WASTE: dict[str, Any] = {"fc": COLORS["orange"], "hatch": "////", "ec": "white", "lw": 0}
+
+
+def launch_timeline(lanes: Mapping[str, tuple[Spans, Spans]], *, title: str, subtitle: str) -> tuple[Figure, Axes]:
+    """Who works when: for each lane the host's launches above the device's kernels, and hatched where the device waits.
+
+    Args:
+        lanes: words -> (launches, kernels), each (start, length) in launches.
+    """
+    fig, ax = new_figure(10.5, 0.92 * len(lanes) + 1.55)
+    ticks: dict[float, str] = {}
+    last = max(start + length for _, kernels in lanes.values() for start, length in kernels)
+    for at, (words, (launches, kernels)) in enumerate(lanes.items()):
+        host, device = 2.5 * at, 2.5 * at + 0.9
+        ax.broken_barh(launches, (host - 0.36, 0.72), fc=COLORS["sand"], ec=INK, lw=0.6)
+        end = max(start + length for start, length in kernels)
+        ax.barh(device, end, height=0.72, fc="white", ec=GREY, hatch="////", lw=0)
+        ax.broken_barh(kernels, (device - 0.36, 0.72), fc=COLORS["blue"], ec="white", lw=0.6)
+        busy = sum(length for _, length in kernels)
+        label = f"{end:.1f} launches, device busy {busy / end:.0%}"
+        ax.annotate(label, (end, device), (6, 0), textcoords="offset points", va="center", fontsize=10)
+        ticks |= {host: f"{words}: host", device: "device"}
+    ax.set(xlim=(0, 1.3 * last), ylim=(2.5 * len(lanes) - 1.0, -0.7), yticks=list(ticks), yticklabels=ticks.values())
+    ax.set_xlabel("time, in launches of the host (hatched: the device waits)")
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="y", visible=False)
+    set_titles(fig, title, subtitle)
+    return fig, ax
+
+
+def two_staircases(
+    workloads: Mapping[str, "TokenCounts"],
+    ladders: Mapping[str, tuple[Sequence[int], Sequence[int]]],
+    words: tuple[str, str],
+    *,
+    title: str,
+    subtitle: str = COUNTED,
+) -> tuple[Figure, Sequence[Axes]]:
+    """One panel a workload: its images by merged tokens, and above them what two sets of budgets compute for nothing.
+
+    Args:
+        workloads: name -> how many images have how many merged tokens.
+        ladders: name -> two sets of budgets, each ascending and large enough for every image; the first wastes more.
+        words: what the two sets are.
+    """
+    fig, axes = new_figure(3.8 * len(workloads) + 0.6, 4.7, ncols=len(workloads), squeeze=False)
+    for ax, (name, workload) in zip(axes[0], workloads.items(), strict=True):
+        tokens, counts = workload.tokens, workload.counts
+        edges = np.concatenate(([0], counts.cumsum())) / counts.sum()
+        first, second = (np.asarray(ladder)[np.searchsorted(ladder, tokens)] for ladder in ladders[name])
+        lower = np.minimum(first, second)
+        ax.stairs(first, edges, baseline=lower, fill=True, label=f"more with {words[0]}", **_WASTE)
+        ax.stairs(second, edges, baseline=tokens, fill=True, color=COLORS["navy"], label=f"for nothing with {words[1]}")
+        ax.stairs(tokens, edges, fill=True, color=COLORS["sky"], label="images, sorted by tokens")
+        ax.stairs(first, edges, baseline=None, color=INK, lw=1.3, ls=(0, (4, 2)))
+        ax.stairs(second, edges, baseline=None, color=INK, lw=1.5)
+        before, after = ((rows @ counts) / (tokens @ counts) for rows in (first, second))
+        ax.set(xlim=(0, 1), xlabel="share of the images", title=f"{name}: {before:.2f} to {after:.2f} times")
+        ax.set_ylim(0, 1.04 * max(first.max(), second.max()))
+        ax.xaxis.set_major_formatter(PercentFormatter(1))
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes[0, 0].set_ylabel("merged tokens of one image")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=3)
+    set_titles(fig, title, subtitle)
+    return fig, axes[0]
+
+
+def replay_steps(
+    tokens: Sequence[int],
+    eager: Sequence[Timing],
+    replays: Mapping[int, Timing],
+    predicted: Mapping[str, Sequence[float]],
+    *,
+    title: str,
+    subtitle: str,
+) -> tuple[Figure, Axes]:
+    """Time of one image by its tokens: eager as a line, graphs as steps, shaded where a step is the dearer one.
+
+    Args:
+        tokens: merged tokens of the images that were timed eager, ascending.
+        eager: their times.
+        replays: by budget the time of one replay; the budgets ascend, and each serves what the one before does not.
+        predicted: words -> ms at each of `tokens`, up to two lines.
+    """
+    fig, ax = new_figure(10, 5.4)
+    p20, p50, p80 = (np.array([getattr(one, f"{p}_ms") for one in eager]) for p in ("p20", "p50", "p80"))
+    for (words, line), (color, style) in zip(predicted.items(), _PREDICTED, strict=False):
+        ax.plot(tokens, line, ls=style, color=COLORS[color], lw=1.6, label=words)
+    least = min(min(tokens), min(replays)) / math.sqrt(2)
+    lows = [least, *list(replays)[:-1]]
+    for at, (low, (budget, timing)) in enumerate(zip(lows, replays.items(), strict=True)):
+        x = np.geomspace(low, budget, 60)
+        y = np.interp(np.log(x), np.log(tokens), p50)
+        words = {"label": "a graph costs more than eager"} if at == 0 else {}
+        ax.fill_between(x, y, timing.p50_ms, timing.p50_ms > y, **_WASTE, **words)
+        ax.hlines(timing.p50_ms, low, budget, color=INK, lw=2.4, label="replay" if at == 0 else None)
+        ax.vlines(budget, timing.p20_ms, timing.p80_ms, color=INK, lw=1.2)
+    spread = (p50 - p20, p80 - p50)
+    ax.errorbar(tokens, p50, spread, fmt="o-", color=COLORS["blue"], ms=5, lw=1.6, capsize=3, label="eager")
+    ax.set(xscale="log", yscale="log", xlim=(least, 1.15 * max(replays)), ylabel="time of one image, ms")
+    ax.set_xlabel("merged tokens of the image; ticks: the budgets (4 patches each)")
+    ax.xaxis.set_major_locator(FixedLocator(list(replays)))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(lambda value, _: f"{value:,g}")
+    ax.legend(loc="upper left")
+    set_titles(fig, title, subtitle)
+    return fig, ax
+
+
+def time_ratios(ratios: Mapping[str, float], *, title: str, subtitle: str) -> tuple[Figure, Axes]:
+    """One line a measurement, the time with graphs over the time without: left of 1 is faster, right slower.
+
+    Args:
+        ratios: words -> the ratio, from top to bottom.
+    """
+    fig, ax = new_figure(10.5, 0.34 * len(ratios) + 1.75)
+    for y, ratio in enumerate(ratios.values()):
+        slower = ratio > 1
+        color, marker = (COLORS["orange"], "s") if slower else (COLORS["blue"], "o")
+        ax.plot((1, ratio), (y, y), color=color, lw=3, solid_capstyle="butt")
+        ax.plot(ratio, y, marker, color=color, ms=9, mec=INK, mew=0.8)
+        place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "ha": "left" if slower else "right"}
+        ax.annotate(f"{ratio:.2f}", (ratio, y), (9 if slower else -9, 0), fontsize=10, **place)
+    ax.axvline(1, color=INK, lw=1.2)
+    ax.set(xscale="log", xlim=(0.72 * min(ratios.values()), 1.5 * max(ratios.values())))
+    ax.set(yticks=range(len(ratios)), yticklabels=list(ratios), ylim=(len(ratios) - 0.4, -0.6))
+    ax.set_xlabel("time with graphs / time without")
+    ax.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 5, 10]))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.tick_params(axis="y", length=0)
+    set_titles(fig, title, subtitle)
+    return fig, ax
