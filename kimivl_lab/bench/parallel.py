@@ -55,6 +55,7 @@ CHECK_GRIDS: list[Grid] = [(8, 12), (16, 20), (10, 4), (24, 32), (2, 12)]
 CALIBRATION: dict[str, list[Grid]] = {f"batch {n}": list(grids) for n, grids in enumerate(CALIBRATION_GRIDS, start=1)}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}
 KIB = (4, 16, 64, 256, 1024, 4096, 16384)
+SMALL_PATCHES, SMALL_KIB = 1024, 1024
 HEADLINE = "16 of coco_val2017"
 COLUMNS = (
     "case",
@@ -127,7 +128,7 @@ class RankBench:
         )
         runs = self._modes(pixels, grids, model)
         errors = self._errors(runs, self.exact(pixels, grids))
-        timings = {} if phase == "check" else self._time(runs)
+        timings = {} if phase == "check" else self._time(runs, few=len(pixels) > SMALL_PATCHES)
         for mode, error in errors.items():
             row: Row = {"case": case, "variant": mode, "phase": phase, "ranks_count": self.group.size()}
             row |= {"images": len(grids), "patches": len(pixels), "relative_error": f"{error:.3g}"}
@@ -162,7 +163,7 @@ class RankBench:
         }
         results = {"all_reduce": mine, "all_gather": gathered, "broadcast": sent}
         errors = self._errors({kind: lambda kind=kind: runs[kind]() or results[kind] for kind in runs}, want)
-        for kind, timing in self._time(runs).items():
+        for kind, timing in self._time(runs, few=kib > SMALL_KIB).items():
             row: Row = {"case": f"{kib} KiB", "variant": kind, "phase": "collective", "ranks_count": ranks}
             yield row | {**timing.row(), "relative_error": f"{errors[kind]:.3g}"}
 
@@ -185,8 +186,10 @@ class RankBench:
         dist.all_gather_object(ranks, mine, group=self.group)
         return {name: max(errors.get(name, 0.0) for errors in ranks) for name in runs}
 
-    def _time(self, runs: Runs) -> dict[str, RankTiming]:
-        return time_on_ranks(runs, self.group, torch.device(self.options.device), repeats=self.options.repeats)
+    def _time(self, runs: Runs, *, few: bool) -> dict[str, RankTiming]:
+        """Short runs, which feel every interruption, are repeated four times as often."""
+        repeats = self.options.repeats * (1 if few else 4)
+        return time_on_ranks(runs, self.group, torch.device(self.options.device), repeats=repeats)
 
 
 def predict(model: CostModel, mode: str, grids: list[Grid], ranks: int) -> float:
