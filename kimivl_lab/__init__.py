@@ -18,6 +18,7 @@ Where a name is known from elsewhere:
     run_dp_sharded_vision_model           run_dp_sharded_mrope_..._model  run_dp_sharded_mrope_vision_model
     get_dp_encoder_lb_assignment          get_dp_encoder_lb_assignment    get_load_balance_assignment
     EncoderCudaGraphRunner                ViTCudaGraphRunner              EncoderCudaGraphManager
+    plan_budgets                          -                               encoder_cudagraph_token_budgets
 """
 
 from importlib import import_module
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import EncoderOptions, KimiVLConfig, MoonViTConfig
+    from .cudagraph.budgets import plan_budgets
     from .cudagraph.runner import EncoderCudaGraphRunner
     from .geometry import ImageGeometry, image_geometry
     from .image_processor import KimiVLImageProcessor
@@ -50,6 +52,7 @@ __all__ = [
     "image_geometry",
     "patch_merger",
     "patch_merger_packed",
+    "plan_budgets",
     "prepare_encoder_metadata",
     "run_dp_sharded_vision_model",
     "split_image_features",
@@ -70,6 +73,7 @@ _HOME = {
     "image_geometry": ".geometry",
     "patch_merger": ".moonvit.merger",
     "patch_merger_packed": ".moonvit.merger",
+    "plan_budgets": ".cudagraph.budgets",
     "prepare_encoder_metadata": ".moonvit.metadata",
     "run_dp_sharded_vision_model": ".parallel.data_parallel",
     "split_image_features": ".moonvit.merger",

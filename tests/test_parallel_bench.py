@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kimivl_lab import MoonViTConfig
-from kimivl_lab.bench.parallel import CALIBRATION, check, collective_points, fit_record, predict, summary
+from kimivl_lab.bench.cost_fit import CALIBRATION, collective_points, fit_record, predict
+from kimivl_lab.bench.parallel import check, summary
 from kimivl_lab.geometry import patch_counts
 from kimivl_lab.parallel.balance import QuadraticCost, balance_by_cost
 from kimivl_lab.parallel.collectives_model import KINDS

@@ -36,23 +36,21 @@ from ..measure.provenance import device_name
 from ..measure.records import Recorder
 from ..moonvit.model import MoonVitPretrainedModel
 from ..parallel.auto import AutoParallelTower
-from ..parallel.balance import QuadraticCost, balance_by_cost
 from ..parallel.collectives import all_gather, all_reduce, broadcast
-from ..parallel.collectives_model import CollectivePoint, fit_links
-from ..parallel.cost_model import CALIBRATION_GRIDS, CostModel, MeasuredPoint
+from ..parallel.collectives_model import fit_links
+from ..parallel.cost_model import CostModel
 from ..parallel.data_parallel import run_dp_sharded_vision_model
 from ..parallel.groups import init_group
 from ..parallel.launch import run_ranks
 from ..parallel.tensor_parallel import tensor_parallel, tensor_parallel_sizes
 from . import command
+from .cost_fit import CALIBRATION, Row, collective_points, fit_record, predict
 from .ranks import RankTiming, time_on_ranks
 
-Row = dict[str, Any]
 Runs = dict[str, Callable[[], Any]]
 
 CHECK_RANKS = (1, 2, 4)
 CHECK_GRIDS: list[Grid] = [(8, 12), (16, 20), (10, 4), (24, 32), (2, 12)]
-CALIBRATION: dict[str, list[Grid]] = {f"batch {n}": list(grids) for n, grids in enumerate(CALIBRATION_GRIDS, start=1)}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}
 KIB = (4, 16, 64, 256, 1024, 4096, 16384)
 SMALL_PATCHES, SMALL_KIB = 1024, 1024
@@ -190,42 +188,6 @@ class RankBench:
         """Short runs, which feel every interruption, are repeated four times as often."""
         repeats = self.options.repeats * (1 if few else 4)
         return time_on_ranks(runs, self.group, torch.device(self.options.device), repeats=repeats)
-
-
-def predict(model: CostModel, mode: str, grids: list[Grid], ranks: int) -> float:
-    """Seconds of a batch as this benchmark runs it."""
-    sizes = patch_counts(grids)
-    mode = model.choose(sizes, ranks) if mode == "auto" else mode
-    return model.predict(mode, sizes, 1 if mode == "single" else ranks).seconds
-
-
-def collective_points(rows: Iterable[Row]) -> list[CollectivePoint]:
-    """Measured collectives, without those that were predicted."""
-    return [
-        CollectivePoint(
-            row["variant"], int(row["ranks_count"]), int(row["collective_bytes"]), row["latency_ms_p50"] / 1e3
-        )
-        for row in rows
-        if row["phase"] == "collective" and row.get("predicted_ms") is None
-    ]
-
-
-def fit_record(rows: list[Row], preset: str, dtype: torch.dtype, source: str) -> CostModel:
-    """The cost model of a record, from its phases "collective" and "calibration".
-
-    Args:
-        rows: as `read_record` gives them.
-        source: device and date, in words for a plot.
-    """
-    config = MoonViTConfig.preset(preset)
-    points = []
-    for row in rows:
-        if row["phase"] == "calibration":
-            mode, sizes = row["variant"], patch_counts(CALIBRATION[row["case"]])
-            ranks = 1 if mode == "single" else int(row["ranks_count"])
-            by_rank = balance_by_cost(sizes, ranks, QuadraticCost.of_flops(config)).by_rank
-            points.append(MeasuredPoint(mode, sizes, ranks, row["latency_ms_p50"] / 1e3, by_rank))
-    return CostModel.fit(config, dtype, points, collective_points(rows), source=source)
 
 
 @torch.inference_mode()

@@ -1,0 +1,30 @@
+"""The names that users import from the package itself."""
+
+import importlib
+
+import pytest
+
+import kimivl_lab
+
+PROMISED = {
+    *("MoonViTConfig", "KimiVLConfig", "MoonVitPretrainedModel", "EncoderMetadata", "prepare_encoder_metadata"),
+    *("KimiVLImageProcessor", "KimiVLEncoder", "EncoderCudaGraphRunner", "plan_budgets"),
+    *("run_dp_sharded_vision_model", "count_host_syncs", "split_image_features"),
+}
+
+
+def test_every_promised_name_is_listed():
+    assert set(kimivl_lab.__all__) >= PROMISED
+    assert kimivl_lab.__all__ == sorted(kimivl_lab.__all__)
+
+
+@pytest.mark.parametrize("name", kimivl_lab.__all__)
+def test_a_name_is_what_its_module_defines(name):
+    value = getattr(kimivl_lab, name)
+    assert value.__name__ == name
+    assert getattr(importlib.import_module(value.__module__), name) is value
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        kimivl_lab.no_such_name  # noqa: B018
