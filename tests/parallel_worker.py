@@ -26,6 +26,7 @@ from kimivl_lab.bench.ranks import RankTiming, time_on_ranks
 from kimivl_lab.geometry import patch_counts
 from kimivl_lab.moonvit.attention import eager_attention
 from kimivl_lab.moonvit.layers import Kernels, MoonVitEncoderLayer
+from kimivl_lab.moonvit.linear import PACKED_KERNELS
 from kimivl_lab.moonvit.rope import rotate_complex
 from kimivl_lab.parallel.auto import AutoParallelTower
 from kimivl_lab.parallel.balance import Assignment
@@ -286,10 +287,10 @@ def one_layer_pair(group, folder):
     want = residual + second(F.gelu(first(x), approximate="tanh"))
     errors = []
     for view in (False, True):
-        for prepack in (False, True):
+        for kernel in (None, PACKED_KERNELS["prepacked"]):
             column = ColumnParallelLinear.from_linear(first, group, view=view)
             row = RowParallelLinear.from_linear(second, group, view=view)
-            got = row(column(x, "gelu_tanh", prepack=prepack), residual=residual, prepack=prepack)
+            got = row(column(x, "gelu_tanh", kernel=kernel), residual=residual, kernel=kernel)
             errors.append(relative_error(got, want))
     return errors
 
@@ -369,7 +370,7 @@ def torch_plan(group, folder):
     local = [module.to_local() for module in (plain.wo.weight, plain.fc0.weight)]
     same = [torch.equal(a, b) for a, b in zip(local, (cut.wo.local.weight, cut.mlp.fc0.local.weight), strict=True)]
     kernels = Kernels.resolve(tower.options, tower.device, tower.dtype)
-    return relative_error(cut(x, metadata, replace(kernels, prepack=False)), want), same
+    return relative_error(cut(x, metadata, replace(kernels, linear=None)), want), same
 
 
 class PlainBlock(nn.Module):

@@ -15,12 +15,13 @@ from kimivl_lab.moonvit.attention import (
     packed_attention,
     resolve_attention,
 )
-from kimivl_lab.moonvit.linear import GELU_TANH, FusedLinear, prepack_unavailable, refresh_packed
+from kimivl_lab.moonvit.linear import GELU_TANH, PACKED_KERNELS, FusedLinear, packed_unavailable, refresh_packed
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
 CPU = ("sdpa", "sdpa_masked", "eager")
+ONEDNN = PACKED_KERNELS["prepacked"]
 needs_onednn = pytest.mark.skipif(
-    prepack_unavailable(torch.float32, torch.device("cpu")) is not None, reason="this torch has no oneDNN"
+    packed_unavailable("prepacked", torch.device("cpu"), torch.float32) is not None, reason="this torch has no oneDNN"
 )
 
 
@@ -149,8 +150,8 @@ def test_prepacked_equals_plain(dtype, rows):
     for extra in ({}, {"activation": GELU_TANH}, {"residual": residual}):
         exact = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in extra.items()}
         want = copy.deepcopy(layer).double()(x.double(), **exact)
-        refresh_packed(layer)
-        plain, packed = layer(x, **extra), layer(x, **extra, prepack=True)
+        refresh_packed(layer, ONEDNN)
+        plain, packed = layer(x, **extra), layer(x, **extra, kernel=ONEDNN)
         assert packed.dtype == dtype
         assert relative_error(packed, want) < (1e-6 if dtype == torch.float32 else 4e-3)
         assert relative_error(packed, want) < 2 * relative_error(plain, want)
@@ -173,11 +174,11 @@ def update_data(layer):
 @torch.no_grad()
 def test_a_changed_weight_is_packed_anew(change):
     layer, x = FusedLinear(72, 56), torch.randn(24, 72)
-    refresh_packed(layer)
-    before = layer(x, prepack=True)
+    refresh_packed(layer, ONEDNN)
+    before = layer(x, kernel=ONEDNN)
     change(layer)
-    refresh_packed(layer)
-    after = layer(x, prepack=True)
+    refresh_packed(layer, ONEDNN)
+    after = layer(x, kernel=ONEDNN)
     assert relative_error(after, layer(x)) < 1e-6
     assert relative_error(after, before) > 0.1
 
@@ -187,12 +188,12 @@ def test_a_changed_weight_is_packed_anew(change):
 @torch.no_grad()
 def test_the_packed_copy_is_never_copied_or_serialised(copied):
     layer, x = FusedLinear(72, 56), torch.randn(24, 72)
-    refresh_packed(layer)
-    want = layer(x, prepack=True)
+    refresh_packed(layer, ONEDNN)
+    want = layer(x, kernel=ONEDNN)
     twin = copied(layer)
     assert layer.packed.current is not None and twin.packed.current is None
-    refresh_packed(twin)
-    assert torch.equal(twin(x, prepack=True), want)
+    refresh_packed(twin, ONEDNN)
+    assert torch.equal(twin(x, kernel=ONEDNN), want)
     assert set(layer.state_dict()) == {"weight", "bias"}
 
 
@@ -217,5 +218,5 @@ def test_prepacked_layers_that_cannot_be_are_refused():
     with torch.no_grad(), pytest.raises(ValueError, match="linear='prepacked'.*not torch.float64"):
         tower(pixels_for([(4, 6)]), [(4, 6)])
     tower.set_options(linear="packed")
-    with pytest.raises(ValueError, match="'packed': auto, plain or prepacked"):
+    with pytest.raises(ValueError, match="'packed': auto, plain, amx or prepacked"):
         tower(pixels_for([(4, 6)]), [(4, 6)])

@@ -5,8 +5,8 @@
 Peers: transformers' Kimi-K2.5 tower with scaled_dot_product_attention, and open-moonvit where it is installed
 (`pip install --no-deps open-moonvit loguru`). Random weights: speed does not depend on them. Every variant is compared
 with the float32 reference before it is timed. `peak_share` is the share of this machine's own matrix-product rate,
-measured in the same rounds; rows of the phase "part" split one forward of ours by kind of operator (the profiler's self
-time).
+measured in the same rounds by the faster of torch's product and, where it runs, our own; rows of the phase "part" split
+one forward of ours by kind of operator (the profiler's self time).
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..amx.linear import multiply, pack
 from ..config import EncoderOptions, MoonViTConfig
 from ..geometry import Grid, patch_counts
 from ..measure.accuracy import checked_errors
@@ -26,6 +27,7 @@ from ..measure.records import Recorder
 from ..measure.roofline import matmul, matmul_tflops
 from ..measure.timing import time_interleaved
 from ..moonvit.flops import tower_flops
+from ..moonvit.linear import packed_unavailable
 from ..moonvit.model import MoonVitPretrainedModel
 from . import command
 from .peers import peers
@@ -40,6 +42,7 @@ PARTS = {
     "linear": ("linear", "addmm", "aten::mm", "convolution"),
     "attention": ("attention", "varlen", "flash"),
     "norm": ("norm",),
+    "rope": ("rotate",),
     "activation": ("gelu",),
     "copy": ("copy", "cat", "contiguous", "to_copy", "index_select"),
     "multiply and add": ("mul", "add"),
@@ -84,6 +87,17 @@ def pixels_of(grids: list[Grid], seed: int) -> Tensor:
     return torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=torch.Generator().manual_seed(seed))
 
 
+def products(tower: MoonVitPretrainedModel) -> dict[str, Callable[[], Tensor]]:
+    """Large square products to time, all of the same size."""
+    torchs = matmul(tower.dtype, tower.device)
+    if packed_unavailable("amx", tower.device, tower.dtype):
+        return {"matmul": torchs}
+    size = torchs().shape[0]
+    x, weight = (torch.randn(size, size).to(tower.dtype) for _ in range(2))
+    packed = pack(weight)
+    return {"matmul": torchs, "matmul, amx": lambda: multiply(x, packed, size, None, None, False)}
+
+
 @torch.inference_mode()
 def compare(
     exact: MoonVitPretrainedModel, tower: MoonVitPretrainedModel, options: argparse.Namespace, repeats: int
@@ -93,7 +107,7 @@ def compare(
     variants = {"kimivl_lab": tower}
     if options.compiled:
         variants["kimivl_lab, compiled"] = compiled(tower)
-    product = matmul(tower.dtype, tower.device)
+    squares = products(tower)
     for case, grids in CASES.items():
         if options.quick and case != "32x32":
             continue
@@ -108,14 +122,14 @@ def compare(
         errors = checked_errors(runs, want, TOLERANCE[options.dtype])
         memory = {name: peak_memory_mib(run, tower.device) for name, run in runs.items()}
         timings = time_interleaved(
-            {**runs, "matmul": product},
+            {**runs, **squares},
             device=tower.device,
             warmup=0,  # the two calls above
             repeats=repeats,
             on_round=lambda done: command.progress(f"  round {done} of {repeats}"),
         )
         flops, patches = sum(tower_flops(tower.config, grids).values()), pixels.shape[0]
-        peak = matmul_tflops(timings.pop("matmul"), tower.device)
+        peak = max(matmul_tflops(timings.pop(name), tower.device) for name in squares)
         for name, timing in timings.items():
             speed, used = flops / timing.p50_ms / 1e9, memory[name]
             yield {

@@ -9,6 +9,7 @@ all rungs run in turn. A rung that does not pay on this machine stays.
 """
 
 import argparse
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,13 +27,13 @@ from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
 from ..measure.records import Recorder
 from ..measure.timing import time_interleaved
-from ..moonvit.attention import resolve_attention, sdpa_attention, sdpa_masked_attention
+from ..moonvit.attention import resolve_attention, sdpa_attention
 from ..moonvit.historic import reading_the_bound
 from ..moonvit.layers import Kernels
-from ..moonvit.linear import prepack_unavailable
+from ..moonvit.linear import PACKED_KERNELS, packed_unavailable
 from ..moonvit.merger import patch_merger, patch_merger_packed
 from ..moonvit.model import MoonVitPretrainedModel
-from ..moonvit.rope import resolve_rotation, rotate_complex
+from ..moonvit.rope import resolve_rotation
 from . import command
 
 DTYPES = {"float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 0.05)}
@@ -57,32 +58,34 @@ class Rung:
     """One way to run the tower; the fields are what the rungs change."""
 
     name: str
-    masked: bool = True
+    attention: str = "sdpa_masked"
     bound_per_layer: bool = True
     position: str = "interpolate"
-    in_place_rope: bool = False
+    rope: str = "complex"
     convolution: bool = True
     packed_merge: bool = False
-    prepack: bool = False
+    linear: str = "plain"
     graphs: bool = False
 
 
 def rungs(device: torch.device, dtype: torch.dtype) -> list[Rung]:
-    """From first to last; prepacked layers and graphs only where there are some."""
-    ladder = [Rung("before")]
+    """From first to last; kernels and graphs only where there are some."""
+    ladder, on_cpu = [Rung("before")], device.type == "cpu"
 
     def step(name: str, **changes: object) -> None:
         ladder.append(replace(ladder[-1], name=name, **changes))
 
-    step("attention per picture", masked=False)
+    step("attention per picture", attention="sdpa" if on_cpu else "auto")
     step("metadata built once", bound_per_layer=False, packed_merge=True)
     step("separable position operator", position="adaptive")
     step("position cache", position="cached")
-    step("fused rope", in_place_rope=True)
+    step("fused rope", rope="in_place" if on_cpu else "auto")
     step("linear patch embedding", convolution=False)
-    if prepack_unavailable(dtype, device) is None:
-        step("fused, prepacked layers", prepack=True)
-    if resolve_attention("auto", device, dtype) is not sdpa_attention or device.type == "cpu":
+    if packed_unavailable("prepacked", device, dtype) is None:
+        step("fused, prepacked layers", linear="prepacked")
+    if packed_unavailable("amx", device, dtype) is None:
+        step("kernels for AMX", linear="amx", attention="amx", rope="amx")
+    if resolve_attention("auto", device, dtype) is not sdpa_attention or on_cpu:
         step("graphs", graphs=True)
     return ladder
 
@@ -109,9 +112,10 @@ def encode(
         x = tower.patch_embed.proj(pixels.to(tower.dtype)).flatten(1) + metadata.pos_embeds
     else:
         x = tower.patch_embed(pixels, metadata.pos_embeds)
-    attend = sdpa_masked_attention if rung.masked else resolve_attention("auto", tower.device, tower.dtype)
-    rotate = resolve_rotation("auto", tower.device, inference=True) if rung.in_place_rope else rotate_complex
-    kernels = Kernels(rotate, reading_the_bound(attend) if rung.bound_per_layer else attend, rung.prepack)
+    attend = resolve_attention(rung.attention, tower.device, tower.dtype)
+    rotate = resolve_rotation(rung.rope, tower.device, tower.dtype, inference=True)
+    linear = PACKED_KERNELS.get(rung.linear)
+    kernels = Kernels(rotate, reading_the_bound(attend) if rung.bound_per_layer else attend, linear)
     x = tower.encoder(x, metadata, kernels)
     if rung.packed_merge:
         return patch_merger_packed(x, metadata.merge_gather_idx, tower.config.merge_size)
@@ -166,8 +170,10 @@ def climb(
     repeats: int,
 ) -> Iterator[dict[str, Any]]:
     """Checks and times every rung on one batch; the rows of a record, less their case."""
-    runner = graph_runner(tower, grids)
-    runs = {rung.name: partial(encode, tower, pixels, grids, rung, runner) for rung in rungs(tower.device, tower.dtype)}
+    ladder = rungs(tower.device, tower.dtype)
+    towers = {linear: copy.deepcopy(tower) for linear in {rung.linear for rung in ladder}}  # one packed copy a tower
+    runner = graph_runner(towers[ladder[-1].linear], grids)
+    runs = {rung.name: partial(encode, towers[rung.linear], pixels, grids, rung, runner) for rung in ladder}
     errors = checked_errors(runs, exact(pixels, grids), tolerance)
     memory = {name: peak_memory_mib(once, tower.device) for name, once in runs.items()}
     timings = time_interleaved(

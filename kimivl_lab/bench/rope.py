@@ -10,6 +10,7 @@ import argparse
 
 import torch
 
+from ..amx.library import amx_unavailable
 from ..config import MoonViTConfig
 from ..datasets import draw_sizes
 from ..geometry import Grid, image_geometry, patch_counts
@@ -34,6 +35,9 @@ def add_case(comparison: Comparison, case: str, grids: list[Grid], dtype: torch.
     """Full-size heads, random q and k."""
     config = MoonViTConfig.preset("kimi-vl-a3b")
     names = [name for name in ROPE_IMPLEMENTATIONS if name != "compiled" or options.compiled]
+    if reason := amx_unavailable(torch.device(options.device), getattr(torch, options.dtype)):
+        command.progress(f"rope: {reason}")
+        names.remove("amx")
     patches = sum(patch_counts(grids))
     generator = torch.Generator().manual_seed(options.seed)
     qkv = torch.randn(patches, 3, config.num_attention_heads, config.head_dim, generator=generator)

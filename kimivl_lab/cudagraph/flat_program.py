@@ -22,6 +22,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from ..amx.linear import multiply
+from ..amx.rope import rotate
 from ..moonvit.attention import attend_packed
 from .memory_pool import MemoryPool
 
@@ -49,6 +51,8 @@ _BINDINGS = {
     _aten.view_as_complex.default: torch.view_as_complex,
     _aten.mul_.Tensor: Tensor.mul_,
     torch.ops.kimivl_lab.packed_attention.default: attend_packed,
+    torch.ops.kimivl_lab.packed_linear.default: multiply,
+    torch.ops.kimivl_lab.rotate_.default: rotate,
 }
 
 

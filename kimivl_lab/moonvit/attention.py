@@ -5,12 +5,13 @@ d^-0.5, not causal. Rows past the last offset belong to no image: they are not r
 
     "flash_attn"    the flash-attn package's variable-length kernel (CUDA)
     "torch_varlen"  torch.nn.attention.varlen, the same kernel inside torch (CUDA)
+    "amx"           our own kernel for processors with matrix extensions, bfloat16 (CPU): see `kimivl_lab.amx`
     "sdpa"          scaled_dot_product_attention per run of images of one size: memory grows with the largest run
     "sdpa_masked"   one scaled_dot_product_attention over all L patches with an (L, L) block-diagonal mask, for
                     comparison: its memory grows with the square of the batch
     "eager"         float32 scores and softmax, written out: the oracle
 
-The first three are one operator of torch.library, `kimivl_lab::packed_attention`, whose offsets are data: a trace or a
+The first four are one operator of torch.library, `kimivl_lab::packed_attention`, whose offsets are data: a trace or a
 compiled graph holds it as one node that reads `cu_seqlens` when it runs.
 """
 
@@ -23,8 +24,10 @@ from itertools import groupby, pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ..amx.attention import attend as amx_attend
+from ..amx.library import amx_unavailable
+from ..watched import is_watched
 from .metadata import EncoderMetadata
 from .precision import compute_dtype
 
@@ -36,11 +39,13 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqle
 
     Args:
         max_seqlen: a bound of the longest image in patches; any larger one gives the same values.
-        backend: "flash_attn", "torch_varlen" or "sdpa". "sdpa" reads the offsets on the host.
+        backend: "flash_attn", "torch_varlen", "amx" or "sdpa". The last two read the offsets on the host.
     """
     _check_offsets(cu_seqlens)
     if backend == "sdpa":
         return _sdpa_segments(q, k, v, cu_seqlens, max_seqlen)
+    if backend == "amx":
+        return amx_attend(q, k, v, cu_seqlens, max_seqlen)
     if backend == "flash_attn":
         flash_attn = importlib.import_module("flash_attn")
         return flash_attn.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -84,16 +89,18 @@ def sdpa_masked_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMeta
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
-    """`packed_attention` where the offsets are on the host (as one node of a trace, as plain calls outside of one);
-    elsewhere the same from the host's own lengths, with no read."""
+    """`packed_attention` where the offsets are on the host (as an operator where somebody watches, as plain calls
+    elsewhere); on other devices the same from the host's own lengths, with no read."""
     if q.device.type != "cpu":
         return _sdpa_runs(q, k, v, metadata.seqlens)
-    attend = partial(packed_attention, backend="sdpa") if _is_traced() else _sdpa_segments
+    attend = partial(packed_attention, backend="sdpa") if is_watched() else _sdpa_segments
     return attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen)
 
 
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or get_proxy_mode() is not None
+def amx_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
+    """`packed_attention` by our own kernel."""
+    attend = packed_attention if is_watched() else attend_packed
+    return attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen, "amx")
 
 
 def _kernel_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata, *, backend: str) -> Tensor:
@@ -103,6 +110,7 @@ def _kernel_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata
 ATTENTION_BACKENDS: dict[str, PackedAttention] = {
     "flash_attn": partial(_kernel_attention, backend="flash_attn"),
     "torch_varlen": partial(_kernel_attention, backend="torch_varlen"),
+    "amx": amx_attention,
     "sdpa": sdpa_attention,
     "sdpa_masked": sdpa_masked_attention,
     "eager": eager_attention,
@@ -111,6 +119,8 @@ ATTENTION_BACKENDS: dict[str, PackedAttention] = {
 
 def attention_unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend called `name` cannot run on `device` in `dtype`, or None when it can."""
+    if name == "amx":
+        return amx_unavailable(device, dtype)
     if name not in ("flash_attn", "torch_varlen"):
         return None
     if device.type != "cuda":
@@ -127,7 +137,10 @@ def attention_unavailable(name: str, device: torch.device, dtype: torch.dtype) -
 def resolve_attention(
     name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PackedAttention:
-    """The backend called `name`; "auto" takes the first of the list that runs here. ValueError if it cannot."""
+    """The backend called `name`; "auto" takes the first of the list that runs here. ValueError if it cannot.
+
+    "amx" has no backward: where gradients are enabled it is "sdpa".
+    """
     device = torch.device(device)
     if name == "auto":
         name = next(known for known in ATTENTION_BACKENDS if attention_unavailable(known, device, dtype) is None)
@@ -135,7 +148,7 @@ def resolve_attention(
         raise ValueError(f"unknown attention backend {name!r}: 'auto' or one of {', '.join(ATTENTION_BACKENDS)}")
     if reason := attention_unavailable(name, device, dtype):
         raise ValueError(reason)
-    return ATTENTION_BACKENDS[name]
+    return ATTENTION_BACKENDS["sdpa" if name == "amx" and torch.is_grad_enabled() else name]
 
 
 def _check_offsets(cu_seqlens: Tensor) -> None:

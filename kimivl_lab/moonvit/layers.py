@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..config import EncoderOptions, MoonViTConfig
 from .attention import PackedAttention, resolve_attention
 from .compiled import CompiledFunction
-from .linear import GELU_TANH, FusedLinear, prepack_unavailable, refresh_packed
+from .linear import GELU_TANH, FusedLinear, PackedKernel, refresh_packed, resolve_linear
 from .metadata import EncoderMetadata
 from .rope import Rotation, resolve_rotation, rotate_real
 
@@ -22,22 +22,19 @@ class Kernels:
 
     rotate: Rotation
     attend: PackedAttention
-    prepack: bool
+    linear: PackedKernel | None
     compiled: bool = False
 
     @classmethod
     def resolve(cls, options: EncoderOptions, device: torch.device, dtype: torch.dtype) -> "Kernels":
         """ValueError for an option that is unknown or cannot run here; "auto" never fails."""
         inference = not torch.is_grad_enabled()
-        if options.linear not in ("auto", "plain", "prepacked"):
-            raise ValueError(f"unknown linear implementation {options.linear!r}: auto, plain or prepacked")
-        reason = prepack_unavailable(dtype, device)
-        if options.linear == "prepacked" and reason:
-            raise ValueError(f"linear='prepacked': {reason}")
         return cls(
-            rotate=rotate_real if options.compile else resolve_rotation(options.rope, device, inference=inference),
+            rotate=rotate_real
+            if options.compile
+            else resolve_rotation(options.rope, device, dtype, inference=inference),
             attend=resolve_attention(options.attention, device, dtype),
-            prepack=inference and options.linear != "plain" and reason is None and not options.compile,
+            linear=None if options.compile else resolve_linear(options.linear, device, dtype),
             compiled=options.compile,
         )
 
@@ -50,9 +47,9 @@ class MLP2(nn.Module):
         self.fc0 = FusedLinear(dim, hidden_dim)
         self.fc1 = FusedLinear(hidden_dim, dim)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, *, prepack: bool = False) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, kernel: PackedKernel | None = None) -> Tensor:
         """(L, D) -> (L, D)."""
-        return self.fc1(self.fc0(x, GELU_TANH, prepack=prepack), residual=residual, prepack=prepack)
+        return self.fc1(self.fc0(x, GELU_TANH, kernel=kernel), residual=residual, kernel=kernel)
 
 
 class MoonVitEncoderLayer(nn.Module):
@@ -69,11 +66,11 @@ class MoonVitEncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, metadata: EncoderMetadata, kernels: Kernels) -> Tensor:
         """(L, D) -> (L, D)."""
-        qkv = self.wqkv(self.norm0(x), prepack=kernels.prepack).unflatten(-1, (3, self.num_heads, -1))
+        qkv = self.wqkv(self.norm0(x), kernel=kernels.linear).unflatten(-1, (3, self.num_heads, -1))
         q, k = kernels.rotate(qkv.narrow(1, 0, 2), metadata.rope_cos_sin).unbind(1)  # (L, heads, d) each
         mixed = kernels.attend(q, k, qkv.select(1, 2), metadata).flatten(1)  # (L, D)
-        x = self.wo(mixed, residual=x, prepack=kernels.prepack)
-        return self.mlp(self.norm1(x), residual=x, prepack=kernels.prepack)
+        x = self.wo(mixed, residual=x, kernel=kernels.linear)
+        return self.mlp(self.norm1(x), residual=x, kernel=kernels.linear)
 
 
 compiled_block = CompiledFunction(MoonVitEncoderLayer.forward, "the encoder's block")
@@ -89,8 +86,8 @@ class MoonVitEncoder(nn.Module):
 
     def forward(self, x: Tensor, metadata: EncoderMetadata, kernels: Kernels) -> Tensor:
         """(L, D) -> (L, D)."""
-        if kernels.prepack:
-            refresh_packed(self)
+        if kernels.linear is not None:
+            refresh_packed(self, kernels.linear)
         run = compiled_block if kernels.compiled else MoonVitEncoderLayer.__call__
         for block in self.blocks:
             x = run(block, x, metadata, kernels)

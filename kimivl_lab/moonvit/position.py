@@ -21,12 +21,12 @@ Source: Learnable2DInterpPosEmb of the published MoonViT; R. Keys, Cubic convolu
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..geometry import Grid, patch_counts
+from ..host_memory import empty_rows
 from .position_cache import PositionCache
 from .precision import compute_dtype
 from .weight_state import WeightState
@@ -35,7 +35,6 @@ KEYS_CONSTANT = -0.75
 AXIS_CACHE_BYTES = 4 * 2**20
 
 _BLOCK_BYTES = 4 * 2**20
-_HUGE_PAGES_FROM = 4 * 2**20
 
 AxisTaps = tuple[Tensor, Tensor]
 AxisTapsOf = Callable[[int, int], AxisTaps]
@@ -204,15 +203,6 @@ def _weighted_rows(source: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     """(rows, D), (a, b, taps) and weights that broadcast to it -> (a*b, D) sums of weighted rows."""
     weight = weight.expand(index.shape).flatten(0, 1)
     return F.embedding_bag(index.flatten(0, 1), source, per_sample_weights=weight, mode="sum")
-
-
-def empty_rows(rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialised (rows, dim) on the host. A large one comes from numpy, which asks for huge pages: writing fresh
-    memory in pages of 4 KiB costs more than computing what is written."""
-    size = rows * dim * dtype.itemsize
-    if size < _HUGE_PAGES_FROM:
-        return torch.empty((rows, dim), dtype=dtype)
-    return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(dtype).view(rows, dim)
 
 
 POSITION_OPERATORS: dict[str, PositionOperator] = {

@@ -8,13 +8,14 @@ Factors are stored as (cos, sin) pairs, float32: the memory of a complex64 numbe
 tensor. Rows are built from short per-axis vectors: there is no 512x512 table and no buffer, so no cast or device move
 of the tower can round or lose an angle.
 
-Four implementations turn q and k at once, (L, 2, heads, d):
+Five implementations turn q and k at once, (L, 2, heads, d):
 
     "complex"   the reference: cast, one complex product, cast back
     "real"      the same product in real numbers, one expression that a compiler can fuse
     "compiled"  "real" as one kernel by torch.compile; "complex" where it cannot be compiled
     "in_place"  the complex product on blocks of rows that stay in a core's cache, written back into q and k: bit-equal
                 to "complex", without its float32 copies of the whole of q and k. Inference only.
+    "amx"       the same in one pass by our own kernel, bfloat16, with one rounding less: see `kimivl_lab.amx`
 
 Source: Rope2DPosEmb and apply_rope of the published MoonViT. (Two serving engines' docstrings name the axes the other
 way round; their code is as here.)
@@ -26,7 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..amx.library import amx_unavailable
+from ..amx.rope import rotate as amx_rotate
+from ..amx.rope import rotate_
 from ..geometry import MAX_GRID_SIDE, Grid
+from ..watched import is_watched
 from .compiled import CompiledFunction
 
 _BLOCK_ROWS = 128  # 128 rows of q and k at 16 heads of 72: 1.2 MB in float32, inside the second-level caches
@@ -146,25 +151,39 @@ def rotate_in_place(qk: Tensor, cos_sin: Tensor) -> Tensor:
     return qk
 
 
+def rotate_amx(qk: Tensor, cos_sin: Tensor) -> Tensor:
+    """Written into `qk`, which is returned. bfloat16; `qk` must not require a gradient."""
+    (rotate_ if is_watched() else amx_rotate)(qk, cos_sin)
+    return qk
+
+
 Rotation = Callable[[Tensor, Tensor], Tensor]
 ROPE_IMPLEMENTATIONS: dict[str, Rotation] = {
     "complex": rotate_complex,
     "real": rotate_real,
     "compiled": rotate_compiled,
     "in_place": rotate_in_place,
+    "amx": rotate_amx,
 }
 
 
-def resolve_rotation(name: str, device: torch.device, *, inference: bool) -> Rotation:
-    """The implementation called `name`; "auto" is "in_place" on a CPU and "compiled" on a GPU.
+def resolve_rotation(name: str, device: torch.device, dtype: torch.dtype, *, inference: bool) -> Rotation:
+    """The implementation called `name`; "auto" is "compiled" on a GPU, "amx" on a CPU that has it, else "in_place".
 
     Args:
-        inference: no gradient is wanted. Otherwise "auto" and "in_place" are "complex".
+        inference: no gradient is wanted. Otherwise what would be written in place is "complex".
+
+    Raises:
+        ValueError: a name that is unknown or cannot run on `device` in `dtype`.
     """
-    if name == "auto":
-        name = "compiled" if device.type == "cuda" else "in_place"
+    if name == "auto" and device.type == "cuda":
+        name = "compiled"
+    elif name == "auto":
+        name = "in_place" if not inference or amx_unavailable(device, dtype) else "amx"
     if name not in ROPE_IMPLEMENTATIONS:
         raise ValueError(f"unknown rope implementation {name!r}: 'auto' or one of {', '.join(ROPE_IMPLEMENTATIONS)}")
-    if not inference:
-        name = "complex" if name == "in_place" else name
+    if name == "amx" and (reason := amx_unavailable(device, dtype)):
+        raise ValueError(f"rope='amx': {reason}")
+    if not inference and name in ("in_place", "amx"):
+        name = "complex"
     return ROPE_IMPLEMENTATIONS[name]

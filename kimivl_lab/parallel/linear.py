@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..moonvit.linear import GELU_TANH, FusedLinear
+from ..moonvit.linear import GELU_TANH, FusedLinear, PackedKernel
 from .collectives import all_reduce
 from .groups import check_group
 
@@ -53,8 +53,8 @@ class LinearView(nn.Module):
         return self._cut(self.full.bias) if self._has_bias else None
 
     @torch.no_grad()
-    def forward(self, input: Tensor, activation: str | None = None, *, prepack: bool = False) -> Tensor:
-        """As `FusedLinear`, but a view is not packed: with `prepack` oneDNN fuses the activation all the same."""
+    def forward(self, input: Tensor, activation: str | None = None, *, kernel: PackedKernel | None = None) -> Tensor:
+        """As `FusedLinear`, but a view is not packed: with any `kernel` oneDNN fuses the activation all the same."""
         weight, bias = self.weight, self.bias
         if weight.ndim == 3:
             assert bias is not None and activation is None
@@ -62,7 +62,7 @@ class LinearView(nn.Module):
             for part, one_weight, one_bias in zip(y.chunk(len(weight), -1), weight, bias, strict=True):
                 torch.addmm(one_bias, input, one_weight.t(), out=part)
             return y
-        if activation == GELU_TANH and prepack:
+        if activation == GELU_TANH and kernel is not None:
             return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "gelu", [], "tanh")
         y = F.linear(input, weight, bias)
         return F.gelu(y, approximate="tanh") if activation == GELU_TANH else y
@@ -79,11 +79,16 @@ class _ParallelLinear(nn.Module):
         self.register_load_state_dict_pre_hook(_take_part)
 
     def forward(
-        self, input: Tensor, activation: str | None = None, residual: Tensor | None = None, *, prepack: bool = False
+        self,
+        input: Tensor,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        *,
+        kernel: PackedKernel | None = None,
     ) -> Tensor:
         """(L, in) -> (L, out / ranks)."""
         assert residual is None, "the outputs are cut, a residual is whole"
-        return self.local(input, activation, prepack=prepack)
+        return self.local(input, activation, kernel=kernel)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -123,11 +128,16 @@ class RowParallelLinear(_ParallelLinear):
 
     @torch.no_grad()
     def forward(
-        self, input: Tensor, activation: str | None = None, residual: Tensor | None = None, *, prepack: bool = False
+        self,
+        input: Tensor,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        *,
+        kernel: PackedKernel | None = None,
     ) -> Tensor:
         """(L, in / ranks) -> (L, out), the same bits on every rank."""
         assert activation is None, "an activation of a partial sum is no part of the activation"
-        y = self.local(input, prepack=prepack)  # (L, out), one rank's summand
+        y = self.local(input, kernel=kernel)  # (L, out), one rank's summand
         all_reduce(y, self.group)
         y += self.local.full.bias if isinstance(self.local, LinearView) else self.bias
         return y if residual is None else y.add_(residual)

@@ -64,7 +64,7 @@ from kimivl_lab.measure.timing import time_interleaved
 from kimivl_lab.moonvit.attention import ATTENTION_BACKENDS, attention_unavailable, packed_attention
 from kimivl_lab.moonvit.flops import tower_flops
 from kimivl_lab.moonvit.layers import Kernels
-from kimivl_lab.moonvit.linear import prepack_unavailable
+from kimivl_lab.moonvit.linear import packed_unavailable
 from kimivl_lab.plots import attention
 
 plots.use_style()
@@ -398,7 +398,7 @@ assert min(intensity[name] for name in ("wqkv", "attention", "wo", "fc0", "fc1")
 # whole encoder, both ways:
 
 # %%
-names = ["plain"] + ["prepacked"] * (prepack_unavailable(torch.float32, torch.device("cpu")) is None)
+names = ["plain"] + ["prepacked"] * (packed_unavailable("prepacked", torch.device("cpu"), torch.float32) is None)
 features = {}
 for name in names:
     encoder.set_options(linear=name)

@@ -1,0 +1,59 @@
+"""Packed attention by `attention.c`: softmax(q k^T / sqrt(d)) v of every image, without a score in memory."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..host_memory import empty_rows
+from .library import library
+from .memory import check, scratch
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """q, k, v (L, heads, d) bfloat16, offsets (m + 1,) int32, all on the host -> (L, heads, d), contiguous.
+
+    Rows past the last offset are not read and come out as zeros.
+
+    Raises:
+        ValueError: operands of other shapes or dtypes, or that want a gradient; offsets that fall or pass L; an image
+            longer than `max_seqlen`.
+        BuildError: no kernels on this machine.
+    """
+    kernels = library()
+    rows, heads, d = q.shape
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check(name, x, q.shape)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} wants a gradient, which this kernel does not give: call it under torch.no_grad()")
+    offsets = cu_seqlens.tolist()
+    if not offsets or offsets[0] or offsets[-1] > rows or any(end < start for start, end in pairwise(offsets)):
+        raise ValueError(f"offsets must rise from 0 to at most {rows}, the rows of q, got {offsets}")
+    longest = max((end - start for start, end in pairwise(offsets)), default=0)
+    if longest > max_seqlen:
+        raise ValueError(f"max_seqlen {max_seqlen} is below the longest image, {longest} patches")
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    cu_seqlens = cu_seqlens.contiguous()
+    out = empty_rows(rows, heads * d, q.dtype).view(q.shape)
+    out[offsets[-1] :].zero_()
+    threads, each = torch.get_num_threads(), kernels.attention_scratch(longest, d)
+    work = scratch(threads * each)
+    strides = torch.tensor([x.stride(axis) for x in (q, k, v) for axis in (0, 1)], dtype=torch.int64)
+    failed = kernels.attention(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        strides.data_ptr(),
+        out.data_ptr(),
+        cu_seqlens.data_ptr(),
+        len(offsets) - 1,
+        heads,
+        d,
+        d**-0.5,
+        threads,
+        work.data_ptr(),
+        each,
+    )
+    if failed:
+        raise MemoryError("packed attention: no memory for its list of tasks")
+    return out

@@ -1,0 +1,52 @@
+"""RoPE-2D by `rope.c`: q and k turned in place, in one pass over them.
+
+`rotate_` is the same as an operator of torch.library, `kimivl_lab::rotate_`: a trace holds it as one node.
+"""
+
+import torch
+from torch import Tensor
+
+from .library import library
+from .memory import check
+
+_LARGEST_HEAD = 512
+
+
+def rotate(qk: Tensor, cos_sin: Tensor) -> Tensor:
+    """Turns qk (L, 2, heads, d) bfloat16 by cos_sin (L, d/2, 2) float32; writes into `qk`, which is returned.
+
+    `qk` may be a part of wider rows: q and k of one patch lie one after the other. It must not require a gradient.
+
+    Raises:
+        ValueError: operands of other shapes, dtypes or layouts.
+        BuildError: no kernels on this machine.
+    """
+    kernels = library()
+    rows, two, heads, d = qk.shape
+    check("qk", qk, qk.shape)
+    if d % 2 or d > _LARGEST_HEAD or qk.stride()[1:] != (heads * d, d, 1):
+        raise ValueError(
+            f"heads must be even, of at most {_LARGEST_HEAD} channels, and one after another, got {d} channels and "
+            f"strides {qk.stride()}"
+        )
+    if cos_sin.shape != (rows, d // 2, 2) or cos_sin.dtype != torch.float32 or cos_sin.device.type != "cpu":
+        raise ValueError(
+            f"cos_sin must be {(rows, d // 2, 2)} torch.float32 on the CPU, got {tuple(cos_sin.shape)} {cos_sin.dtype} "
+            f"on {cos_sin.device}"
+        )
+    factors = cos_sin.contiguous()
+    threads = torch.get_num_threads()
+    kernels.rotate(qk.data_ptr(), qk.stride(0), factors.data_ptr(), rows, two * heads, d, threads)
+    return qk
+
+
+def _rotate(qk: Tensor, cos_sin: Tensor) -> None:
+    rotate(qk, cos_sin)
+
+
+rotate_ = torch.library.custom_op("kimivl_lab::rotate_", _rotate, mutates_args=("qk",))
+
+
+@rotate_.register_fake
+def _(qk: Tensor, cos_sin: Tensor) -> None:
+    return None
