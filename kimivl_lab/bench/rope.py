@@ -35,7 +35,7 @@ def add_case(comparison: Comparison, case: str, grids: list[Grid], dtype: torch.
     """Full-size heads, random q and k."""
     config = MoonViTConfig.preset("kimi-vl-a3b")
     names = [name for name in ROPE_IMPLEMENTATIONS if name != "compiled" or options.compiled]
-    if reason := amx_unavailable(torch.device(options.device), getattr(torch, options.dtype)):
+    if reason := amx_unavailable(torch.device(options.device), dtype):
         command.progress(f"rope: {reason}")
         names.remove("amx")
     patches = sum(patch_counts(grids))
