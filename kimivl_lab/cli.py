@@ -140,13 +140,14 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def info(arguments: argparse.Namespace) -> int:
-    """Prints the machine, the versions, and which attention backends run here."""
+    """Prints the machine, the versions, and which kernels run here in bfloat16."""
     import torch
     from rich.console import Console
     from rich.table import Table
 
     from .measure.provenance import device_name, versions
     from .moonvit.attention import ATTENTION_BACKENDS, attention_unavailable
+    from .moonvit.linear import PACKED_KERNELS, packed_unavailable
 
     device = torch.device(_device("auto"))
     table = Table(show_header=False, box=None)
@@ -158,6 +159,8 @@ def info(arguments: argparse.Namespace) -> int:
         table.add_row(package, version)
     for name in ATTENTION_BACKENDS:
         table.add_row(f"attention {name}", attention_unavailable(name, device, torch.bfloat16) or "runs here")
+    for name in PACKED_KERNELS:
+        table.add_row(f"linear {name}", packed_unavailable(name, device, torch.bfloat16) or "runs here")
     Console().print(table)
     return 0
 

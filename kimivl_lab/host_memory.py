@@ -12,5 +12,5 @@ def empty_rows(rows: int, dim: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised (rows, dim) on the host. A large one comes from numpy, which asks for huge pages."""
     size = rows * dim * dtype.itemsize
     if size < _HUGE_PAGES_FROM:
-        return torch.empty((rows, dim), dtype=dtype)
+        return torch.empty((rows, dim), dtype=dtype, device="cpu")
     return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(dtype).view(rows, dim)

@@ -1,10 +1,19 @@
 """Whether kernels are called as operators of torch.library or by the short way."""
 
 import torch
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
-def is_watched() -> bool:
-    """Whether a compiler, a trace or a profiler is looking: an operator's dispatch costs tens of microseconds, and
-    only they need it."""
-    return torch.compiler.is_compiling() or get_proxy_mode() is not None or torch.autograd._profiler_enabled()
+def is_watched(x: Tensor) -> bool:
+    """Whether a compiler, a trace, a mode or a profiler looks at what becomes of `x`, or `x` is more than plain memory.
+
+    Then a kernel has to be an operator; elsewhere its dispatch, tens of microseconds, is saved.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or is_in_torch_dispatch_mode()
+        or torch.jit.is_tracing()
+        or torch.autograd._profiler_enabled()
+    )

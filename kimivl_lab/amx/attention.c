@@ -4,17 +4,19 @@
 // maximum runs down the rows, a vector holds 16 queries, and P^T comes out of the exponential as the product wants it.
 // A row of ones below V^T makes the softmax's denominator a row of O^T: the sum of exactly the numbers that weigh V.
 //
-// Keys come in runs of RUN, with a running maximum. It is raised, and O^T rescaled, only when a run exceeds it by 2^8
-// or more: until then the weights stay below 2^8, which float32 sums do not mind.
+// Keys come in runs of RUN, with a running maximum. It is raised, and O^T rescaled, for 16 queries together and only
+// when a run exceeds it for one of them by more than SLACK powers of two: until then weights stay within 2^SLACK, which
+// float32 sums do not mind.
 #include "tiles.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define RUN 128       // keys whose scores and weights stay in the first-level cache: 16 KiB and 8 KiB
 #define SLACK 8.0f    // in powers of two
-#define TASKS 4       // work is cut into at least this many tasks a thread
+#define TASKS 4       // work is cut into about this many tasks a thread, or more
 
 typedef struct {
   const bf16 *data;
@@ -87,7 +89,7 @@ INLINE void make_scores(const bf16 *keys, const bf16 *queries, int rows, int val
     for (int g = 0; g < 32; g += 16) _mm512_store_ps(scores + r * SIDE + g, _mm512_set1_ps(-INFINITY));
 }
 
-// The largest score of each of 16 queries.
+// The largest score of each of 16 queries. It may pass over a NaN, which makes its weight and all sums NaN anyway.
 INLINE __m512 column_maximum(const float *scores, int rows) {
   __m512 even = _mm512_load_ps(scores), odd = even;
   for (int r = 0; r < rows; r += 2) {
@@ -97,10 +99,11 @@ INLINE __m512 column_maximum(const float *scores, int rows) {
   return _mm512_max_ps(even, odd);
 }
 
-// Two rows of P^T = 2^(scale S^T - top) for 16 queries, as one row of a tile.
+// Two rows of P^T = 2^((S^T - top) scale) for 16 queries, as one row of a tile. Scaled after the difference: a product
+// rounded before it could be off by more than the exponential bears.
 INLINE __m512i weigh(const float *scores, __m512 scale, __m512 top) {
-  const __m512 even = _mm512_fmsub_ps(_mm512_load_ps(scores), scale, top);
-  const __m512 odd = _mm512_fmsub_ps(_mm512_load_ps(scores + SIDE), scale, top);
+  const __m512 even = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(scores), top), scale);
+  const __m512 odd = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(scores + SIDE), top), scale);
   return interleave(exp2_ps(even), exp2_ps(odd));
 }
 
@@ -130,22 +133,22 @@ INLINE void attend(const problem *p, const task *t, char *scratch, const int d) 
   float *o = scores + RUN * SIDE;                    // O^T, (16 tiles, 32)
   const bf16 *q = p->q.data + t->start * p->q.row + t->head * p->q.head;
   bf16 *out = p->out + ((ptrdiff_t)t->start * p->heads + t->head) * d;
-  const __m512 scale = _mm512_set1_ps(p->scale * LOG2_E), slack = _mm512_set1_ps(SLACK);
+  const __m512 scale = _mm512_set1_ps(p->scale * LOG2_E), slack = _mm512_set1_ps(SLACK / (p->scale * LOG2_E));
 
   pack_keys(p->k.data + t->start * p->k.row + t->head * p->k.head, p->k.row, n, d, keys);
   pack_values(p->v.data + t->start * p->v.row + t->head * p->v.head, p->v.row, n, d, values);
   for (int first = t->first; first < t->last; first += SIDE) {
     pack_queries(q + first * p->q.row, p->q.row, t->last - first, d, queries);
     memset(o, 0, (size_t)tiles * 16 * SIDE * 4);
-    __m512 top[2] = {_mm512_set1_ps(-INFINITY), _mm512_set1_ps(-INFINITY)};
+    __m512 top[2] = {_mm512_set1_ps(-FLT_MAX), _mm512_set1_ps(-FLT_MAX)};  // finite: a run may be -infinity throughout
     for (int at = 0; at < padded; at += RUN) {
       const int rows = padded - at < RUN ? padded - at : RUN;
-      WRITTEN();
       make_scores(keys + (size_t)at * steps * 32, queries, rows, n - at < rows ? n - at : rows, steps, scores);
       for (int g = 0; g < 2; g++) {
-        const __m512 here = _mm512_mul_ps(column_maximum(scores + 16 * g, rows), scale);
+        const __m512 here = column_maximum(scores + 16 * g, rows);
         if (_mm512_cmp_ps_mask(here, _mm512_add_ps(top[g], slack), _CMP_GT_OQ)) {
-          const __m512 raised = _mm512_max_ps(here, top[g]), factor = exp2_ps(_mm512_sub_ps(top[g], raised));
+          const __m512 raised = _mm512_max_ps(here, top[g]);
+          const __m512 factor = exp2_ps(_mm512_mul_ps(_mm512_sub_ps(top[g], raised), scale));
           for (int i = 0; at > 0 && i < tiles * 16; i++) {
             float *x = o + i * SIDE + 16 * g;
             _mm512_store_ps(x, _mm512_mul_ps(_mm512_load_ps(x), factor));
@@ -170,7 +173,8 @@ INLINE void attend(const problem *p, const task *t, char *scratch, const int d) 
 
 static int longest_first(const void *a, const void *b) { return ((const task *)b)->n - ((const task *)a)->n; }
 
-// Every image and head is a task; where that gives too few or too uneven ones, its queries are cut. Returns how many.
+// Every image and head is a task; where that gives too few or too uneven ones, its queries are cut, and each piece
+// packs the keys and values for itself. Returns how many.
 static int cut_tasks(const int32_t *offsets, int images, int heads, int threads, task *tasks) {
   double work = 0;
   for (int i = 0; i < images; i++) work += (double)heads * pow(offsets[i + 1] - offsets[i], 2);

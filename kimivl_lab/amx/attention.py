@@ -1,5 +1,6 @@
 """Packed attention by `attention.c`: softmax(q k^T / sqrt(d)) v of every image, without a score in memory."""
 
+import ctypes
 from itertools import pairwise
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from ..host_memory import empty_rows
 from .library import library
 from .memory import check, scratch
+
+_Strides = ctypes.c_int64 * 6
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -24,8 +27,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int)
     rows, heads, d = q.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
         check(name, x, q.shape)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} wants a gradient, which this kernel does not give: call it under torch.no_grad()")
+    check("cu_seqlens", cu_seqlens, cu_seqlens.shape[:1], torch.int32)
+    if not heads or not d:
+        raise ValueError(f"there must be heads with channels, got {heads} heads of {d}")
     offsets = cu_seqlens.tolist()
     if not offsets or offsets[0] or offsets[-1] > rows or any(end < start for start, end in pairwise(offsets)):
         raise ValueError(f"offsets must rise from 0 to at most {rows}, the rows of q, got {offsets}")
@@ -37,13 +41,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int)
     out = empty_rows(rows, heads * d, q.dtype).view(q.shape)
     out[offsets[-1] :].zero_()
     threads, each = torch.get_num_threads(), kernels.attention_scratch(longest, d)
-    work = scratch(threads * each)
-    strides = torch.tensor([x.stride(axis) for x in (q, k, v) for axis in (0, 1)], dtype=torch.int64)
     failed = kernels.attention(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
-        strides.data_ptr(),
+        _Strides(*(x.stride(axis) for x in (q, k, v) for axis in (0, 1))),
         out.data_ptr(),
         cu_seqlens.data_ptr(),
         len(offsets) - 1,
@@ -51,7 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int)
         d,
         d**-0.5,
         threads,
-        work.data_ptr(),
+        scratch(threads * each).data_ptr(),
         each,
     )
     if failed:

@@ -39,7 +39,6 @@ _SIGNATURES = {
     ),
     "rotate": (None, (_POINTER, ctypes.c_int64, _POINTER, _INT, _INT, _INT, _INT)),
     "linear_scratch": (_SIZE, (_INT, _INT, _INT)),
-    "packed_numbers": (_SIZE, (_INT, _INT)),
     "pack_weight": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "linear": (
         None,
@@ -50,7 +49,7 @@ _SIGNATURES = {
 
 
 class BuildError(RuntimeError):
-    """The kernels could not be compiled or loaded; the message says why."""
+    """There are no kernels on this machine; the message says why."""
 
 
 def amx_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -84,9 +83,20 @@ def _load() -> ctypes.CDLL | str:
     if not torch.cpu._init_amx():
         return "the operating system does not let this process use the processor's matrix extensions (AMX)"
     try:
-        loaded = ctypes.CDLL(str(_built()))
-    except (BuildError, OSError) as error:
-        return str(error)
+        target = _target()
+        _build_unless_there(target)
+        try:
+            return _open(target)
+        except (OSError, AttributeError):  # a damaged file: once more
+            target.unlink()
+            _build_unless_there(target)
+            return _open(target)
+    except (BuildError, OSError, AttributeError, RuntimeError, ValueError) as error:  # whatever CC and HOME may hold
+        return f"the AMX kernels could not be built: {error}"
+
+
+def _open(target: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(target))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
@@ -98,22 +108,35 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimivl-lab"
 
 
-def _built() -> Path:
-    """The library's file, compiled unless it is there."""
-    command = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc")), None)
-    if command is None:
-        raise BuildError("the AMX kernels need a C compiler: neither cc nor gcc is installed")
-    sources = {name: files("kimivl_lab.amx").joinpath(name).read_bytes() for name in _SOURCES}
-    digest = hashlib.sha256(repr((command, _FLAGS, sorted(sources.items()))).encode()).hexdigest()[:16]
-    target = cache_directory() / f"amx-{digest}.so"
-    if not target.exists():
-        _LOG.warning("building the AMX kernels with %s: once, a few seconds", command)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            for name, text in sources.items():
-                (Path(scratch) / name).write_bytes(text)
-            _compile(shlex.split(command), Path(scratch)).replace(target)
-    return target
+def _target() -> Path:
+    """The library's file, named by all that goes into it."""
+    digest = hashlib.sha256(repr((_compiler(), _FLAGS, sorted(_sources().items()))).encode()).hexdigest()[:16]
+    return cache_directory() / f"amx-{digest}.so"
+
+
+def _sources() -> dict[str, bytes]:
+    return {name: files("kimivl_lab.amx").joinpath(name).read_bytes() for name in _SOURCES}
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc")), None)
+    if named is None:
+        raise BuildError("they need a C compiler, and neither cc nor gcc is installed")
+    return shlex.split(named)
+
+
+def _build_unless_there(target: Path) -> None:
+    if target.exists():
+        return
+    _LOG.info("building the AMX kernels with %s: once, a few seconds", shlex.join(_compiler()))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        for name, text in _sources().items():
+            (Path(folder) / name).write_bytes(text)
+        built = _compile(_compiler(), Path(folder))
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
+        built.replace(target)
 
 
 def _compile(compiler: list[str], folder: Path) -> Path:
@@ -124,15 +147,15 @@ def _compile(compiler: list[str], folder: Path) -> Path:
     library = folder / "amx.so"
     _run(
         [*compiler, "-shared", *map(str, objects), "-lm", "-o", str(library)]
-    )  # OpenMP's symbols come from torch's runtime
+    )  # OpenMP's symbols: from torch's runtime
     return library
 
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"the AMX kernels could not be built: {error}") from error
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took more than {_TIMEOUT_S} s") from error
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise BuildError(f"the AMX kernels could not be built: {command[0]} said {said[0] if said else 'nothing'}")
+        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+        raise BuildError(f"{command[0]} said {next((line for line in said if 'error' in line), said[0])}")

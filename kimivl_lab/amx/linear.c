@@ -3,19 +3,20 @@
 // W is packed once, in panels of 32 outputs, each as (steps, 2) tiles by pairs of inputs. A task takes some rows of x
 // and some panels. It packs its rows into tiles that fit the second-level cache, then takes panel after panel, each in
 // chunks of CHUNK steps: a chunk's 18 KiB of W stay in the first-level cache while all rows pass by, and while they do,
-// the next chunk is fetched from memory, a few lines a step. Sums of a panel wait in float32 between its chunks.
+// the next chunk is fetched from memory, a few lines a step (past the last one, in vain: fetching ahead never fails).
+// Sums of a panel wait in float32 between its chunks, in the second-level cache, beside the packed rows.
 #include "tiles.h"
 
 #define CHUNK 9             // steps of 32 inputs
-#define ROW_BYTES 1200000   // of packed rows in a task, a good half of a second-level cache of 2 MiB
-#define MOST_ROWS 256
+#define ROW_BYTES 1200000   // of packed rows in a task, a good half of a second-level cache of 2 MiB, and
+#define MOST_ROWS 256       // rows: more do not help, for W is by then read seldom enough
 #define FEWEST_ROWS 128     // below, outputs are cut for more threads
 
 typedef struct {
   const bf16 *x, *weight, *bias, *residual;  // bias and residual may be NULL
   bf16 *y;                                   // (rows, outputs), contiguous, like residual
   int64_t x_row;                             // stride in numbers
-  int rows, inputs, outputs;
+  int inputs, outputs;
 } layer;
 
 // gelu_tanh(x) = x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)))
@@ -73,7 +74,7 @@ INLINE void multiply_rows(const layer *l, int first, int rows, int panel, int la
       const int width = steps - at < CHUNK ? steps - at : CHUNK;
       const bf16 *weight = l->weight + ((size_t)panel * steps + at) * 2 * TILE;
       const char *next = (const char *)(weight + (size_t)width * 2 * TILE);
-      const int lines = ceil_div(2 * TILE * 2 / 64, padded / SIDE);  // a step, so that all rows fetch a chunk
+      const int lines = ceil_div(CHUNK * 2 * TILE * 2 / 64, width * (padded / SIDE));  // a step: all rows, a chunk
       for (int r = 0; r < padded; r += SIDE) {
         float *block = sums + r * SIDE;
         if (at == 0)
@@ -103,12 +104,7 @@ EXPORT size_t linear_scratch(int rows, int inputs, int threads) {
   return (size_t)rows_of_task(rows, inputs, threads) * (64 * ceil_div(inputs, 32) + 4 * SIDE);
 }
 
-// Numbers that the packed form of a weight (outputs, inputs) takes.
-EXPORT size_t packed_numbers(int outputs, int inputs) {
-  return (size_t)ceil_div(outputs, SIDE) * ceil_div(inputs, 32) * 2 * TILE;
-}
-
-// weight (outputs, inputs), contiguous -> to, aligned to 64, zeros past its ends.
+// weight (outputs, inputs), contiguous -> to, (panels, steps, 2) tiles, aligned to 64, zeros past its ends.
 EXPORT void pack_weight(const bf16 *weight, int outputs, int inputs, bf16 *to, int threads) {
   const int steps = ceil_div(inputs, 32);
 #pragma omp parallel for num_threads(threads)
@@ -130,9 +126,10 @@ EXPORT void pack_weight(const bf16 *weight, int outputs, int inputs, bf16 *to, i
 EXPORT void linear(const bf16 *x, int64_t x_row, int rows, int inputs, const bf16 *packed, int outputs,
                    const bf16 *bias, const bf16 *residual, int activation, bf16 *y, int threads, char *scratch,
                    size_t each) {
-  const layer l = {x, packed, bias, residual, y, x_row, rows, inputs, outputs};
+  const layer l = {x, packed, bias, residual, y, x_row, inputs, outputs};
   const int task_rows = rows_of_task(rows, inputs, threads), panels = ceil_div(outputs, SIDE);
-  const int cuts = ceil_div(rows, task_rows), runs = ceil_div(threads, cuts), run = ceil_div(panels, runs);
+  const int cuts = ceil_div(rows, task_rows), run = ceil_div(panels, ceil_div(threads, cuts));
+  const int runs = ceil_div(panels, run);
 #pragma omp parallel num_threads(threads)
   {
     const unsigned modes = begin_tiles();

@@ -4,6 +4,8 @@
 holds it as one node.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,12 +13,19 @@ from ..host_memory import empty_rows
 from .library import library
 from .memory import aligned, check, scratch
 
+_SIDE, _TILE = 32, 512  # as in tiles.h
+
 
 def pack(weight: Tensor) -> Tensor:
-    """(out, in) bfloat16 -> (n,) bfloat16: the same numbers as tiles, with zeros up to multiples of 32."""
+    """(out, in) bfloat16 -> (out / 32, in / 32, 2, 512), rounded up: the same numbers as tiles, and zeros.
+
+    ValueError unless `weight` is plain memory on the host.
+    """
     kernels = library()
+    check("weight", weight, weight.shape)
     weight = weight.contiguous()
-    packed = aligned(kernels.packed_numbers(*weight.shape), weight.dtype)
+    shape = _packed_shape(*weight.shape)
+    packed = aligned(math.prod(shape), weight.dtype).view(shape)
     kernels.pack_weight(weight.data_ptr(), *weight.shape, packed.data_ptr(), torch.get_num_threads())
     return packed
 
@@ -32,43 +41,40 @@ def multiply(
         gelu_tanh: whether the activation is gelu_tanh or none; it comes before the residual.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together.
+        ValueError: shapes or dtypes that do not go together, or what wants a gradient.
+        BuildError: no kernels on this machine.
     """
     kernels = library()
     rows, inputs = x.shape
-    if packed.numel() != kernels.packed_numbers(out_features, inputs):
-        raise ValueError(
-            f"the packed weight holds {packed.numel()} numbers, {out_features} outputs of {inputs} inputs make "
-            f"{kernels.packed_numbers(out_features, inputs)}"
-        )
     check("x", x, x.shape)
-    check("packed", packed, packed.shape)
+    check("the packed weight", packed, _packed_shape(out_features, inputs))
     if bias is not None:
         check("bias", bias, (out_features,))
+        bias = bias.contiguous()
     if residual is not None:
         check("residual", residual, (rows, out_features))
+        residual = residual.contiguous()
     x = x if x.stride(-1) == 1 else x.contiguous()
-    bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (bias, residual))
     y = empty_rows(rows, out_features, x.dtype)
-    if rows:
-        threads = torch.get_num_threads()
-        each = kernels.linear_scratch(rows, inputs, threads)
-        work = scratch(threads * each)
-        kernels.linear(
-            x.data_ptr(),
-            x.stride(0),
-            rows,
-            inputs,
-            packed.data_ptr(),
-            out_features,
-            None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            gelu_tanh,
-            y.data_ptr(),
-            threads,
-            work.data_ptr(),
-            each,
-        )
+    if not rows or not out_features:
+        return y
+    threads = torch.get_num_threads()
+    each = kernels.linear_scratch(rows, inputs, threads)
+    kernels.linear(
+        x.data_ptr(),
+        x.stride(0),
+        rows,
+        inputs,
+        packed.data_ptr(),
+        out_features,
+        None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        gelu_tanh,
+        y.data_ptr(),
+        threads,
+        scratch(threads * each).data_ptr(),
+        each,
+    )
     return y
 
 
@@ -80,3 +86,9 @@ def _(
     x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None, residual: Tensor | None, gelu_tanh: bool
 ) -> Tensor:
     return x.new_empty((x.shape[0], out_features))
+
+
+def _packed_shape(outputs: int, inputs: int) -> tuple[int, int, int, int]:
+    if inputs < 1:
+        raise ValueError(f"a linear layer needs at least 1 input, got {inputs}")
+    return -(-outputs // _SIDE), -(-inputs // _SIDE), 2, _TILE

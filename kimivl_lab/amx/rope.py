@@ -12,13 +12,13 @@ from .memory import check
 _LARGEST_HEAD = 512
 
 
-def rotate(qk: Tensor, cos_sin: Tensor) -> Tensor:
-    """Turns qk (L, 2, heads, d) bfloat16 by cos_sin (L, d/2, 2) float32; writes into `qk`, which is returned.
+def rotate(qk: Tensor, cos_sin: Tensor) -> None:
+    """Turns qk (L, 2, heads, d) bfloat16 by cos_sin (L, d/2, 2) float32, in place.
 
-    `qk` may be a part of wider rows: q and k of one patch lie one after the other. It must not require a gradient.
+    `qk` may be a part of wider rows: q and k of one patch lie one after the other.
 
     Raises:
-        ValueError: operands of other shapes, dtypes or layouts.
+        ValueError: operands of other shapes, dtypes or layouts, or that want a gradient.
         BuildError: no kernels on this machine.
     """
     kernels = library()
@@ -29,22 +29,12 @@ def rotate(qk: Tensor, cos_sin: Tensor) -> Tensor:
             f"heads must be even, of at most {_LARGEST_HEAD} channels, and one after another, got {d} channels and "
             f"strides {qk.stride()}"
         )
-    if cos_sin.shape != (rows, d // 2, 2) or cos_sin.dtype != torch.float32 or cos_sin.device.type != "cpu":
-        raise ValueError(
-            f"cos_sin must be {(rows, d // 2, 2)} torch.float32 on the CPU, got {tuple(cos_sin.shape)} {cos_sin.dtype} "
-            f"on {cos_sin.device}"
-        )
-    factors = cos_sin.contiguous()
-    threads = torch.get_num_threads()
+    check("cos_sin", cos_sin, (rows, d // 2, 2), torch.float32)
+    factors, threads = cos_sin.contiguous(), torch.get_num_threads()
     kernels.rotate(qk.data_ptr(), qk.stride(0), factors.data_ptr(), rows, two * heads, d, threads)
-    return qk
 
 
-def _rotate(qk: Tensor, cos_sin: Tensor) -> None:
-    rotate(qk, cos_sin)
-
-
-rotate_ = torch.library.custom_op("kimivl_lab::rotate_", _rotate, mutates_args=("qk",))
+rotate_ = torch.library.custom_op("kimivl_lab::rotate_", rotate, mutates_args=("qk",))
 
 
 @rotate_.register_fake

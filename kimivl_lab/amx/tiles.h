@@ -5,6 +5,8 @@
 //
 //     C[i][j] += sum over k < 32 of A[i][k] B[k][j]
 //
+// in 16 cycles, and its sum is there after 52: a kernel keeps four of them going, and has 64 cycles to load four tiles.
+//
 // A holds 16 rows of 32 numbers. B is stored by pairs of k: row p holds B[2p][0], B[2p+1][0], B[2p][1], B[2p+1][1], ..
 // so that a row of B is 16 words of 4 bytes, and the transpose of such words turns 16 rows of 32 numbers into a B.
 #pragma once
@@ -82,6 +84,7 @@ INLINE void store_block(float *c, int half) {
 // a_step, b_step: numbers from one step to the next. ahead: memory to bring nearer, `lines` of 64 bytes a step.
 INLINE void multiply_block(const bf16 *a, size_t below, size_t a_step, const bf16 *b, size_t b_step, int steps,
                            int half, const char *ahead, int lines) {
+  WRITTEN();
   for (int j = 0; j < steps; j++, a += a_step, b += b_step) {
     for (int i = 0; i < lines; i++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
     _tile_loadd(4, a, 64);

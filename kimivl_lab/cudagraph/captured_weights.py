@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..moonvit.linear import FusedLinear
+from ..moonvit.linear import FusedLinear, PackedCopy
 from .flat_program import Holder
 
 
@@ -25,6 +25,7 @@ class CapturedWeights:
         self._tensors: list[tuple[dict[str, Any], str, int, str]] = []
         self._memory: list[Tensor] = []
         self._fused: list[FusedLinear] = []
+        self._copies: dict[FusedLinear, PackedCopy] = {}
         for path, part in module.named_modules():
             prefix = f"{path}." if path else ""
             self._modules += [(part._modules, name, child, prefix + name) for name, child in part._modules.items()]
@@ -37,8 +38,9 @@ class CapturedWeights:
                 self._fused.append(part)
 
     def packed_copies(self) -> dict[int, Holder]:
-        """Holders of the packed copies that there are, by the id of the copy."""
-        return {id(layer.packed.current): layer.packed for layer in self._in_use()}
+        """Holders of the packed copies that there are now, by the id of the copy; kept, whatever the layers turn to."""
+        self._copies = {layer: layer.packed for layer in self._fused if layer.packed.current is not None}
+        return {id(copy.current): copy for copy in self._copies.values()}
 
     def check(self) -> None:
         """StaleGraphError unless every weight lies where it did; packed copies are up to date after it."""
@@ -51,11 +53,8 @@ class CapturedWeights:
                 raise StaleGraphError(
                     f"weight {path} was replaced, moved or cast after the graphs were captured: {_ADVICE}"
                 )
-        for layer in self._in_use():
-            layer.packed.refresh(layer.weight)
-
-    def _in_use(self) -> list[FusedLinear]:
-        return [layer for layer in self._fused if layer.packed.current is not None]
+        for layer, copy in self._copies.items():
+            copy.refresh(layer.weight)
 
 
 _ADVICE = "call reset(), then capture() anew"

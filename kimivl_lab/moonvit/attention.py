@@ -93,13 +93,13 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -
     elsewhere); on other devices the same from the host's own lengths, with no read."""
     if q.device.type != "cpu":
         return _sdpa_runs(q, k, v, metadata.seqlens)
-    attend = partial(packed_attention, backend="sdpa") if is_watched() else _sdpa_segments
+    attend = partial(packed_attention, backend="sdpa") if is_watched(q) else _sdpa_segments
     return attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen)
 
 
 def amx_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
     """`packed_attention` by our own kernel."""
-    attend = packed_attention if is_watched() else attend_packed
+    attend = packed_attention if is_watched(q) else attend_packed
     return attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen, "amx")
 
 

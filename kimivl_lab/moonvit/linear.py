@@ -46,7 +46,7 @@ class FusedLinear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
-        self.packed = _PackedWeight()
+        self.packed = PackedCopy(None)
 
     def forward(
         self,
@@ -56,56 +56,58 @@ class FusedLinear(nn.Linear):
         *,
         kernel: PackedKernel | None = None,
     ) -> Tensor:
-        """(L, in) -> (L, out). `activation`: None or "gelu_tanh"; not together with `residual`."""
+        """(L, in) -> (L, out). `activation`: None or "gelu_tanh"; not together with `residual`.
+
+        Args:
+            kernel: used if the weight is packed for it, which `refresh_packed` sees to; the reference otherwise.
+        """
         assert activation in (None, GELU_TANH) and (activation is None or residual is None)
-        if kernel is not None and self.packed.current is not None:
-            assert kernel is self.packed.kernel, "refresh_packed packs for the kernel that is used"
+        packed = self.packed
+        if kernel is not None and packed.kernel is kernel and packed.current is not None:
             gelu = activation is not None
-            return kernel.multiply(input, self.packed.current, self.out_features, self.bias, residual, gelu)
+            return kernel.multiply(input, packed.current, self.out_features, self.bias, residual, gelu)
         y = F.linear(input, self.weight, self.bias)
         if activation is not None:
             y = F.gelu(y, approximate="tanh")
         return y if residual is None else residual + y
 
 
-class _PackedWeight:
-    """A kernel's copy of one weight, `current` since the last `refresh`; never copied or serialised."""
+class PackedCopy:
+    """One kernel's copy of one weight, `current` since the last `refresh`; never copied or serialised."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: PackedKernel | None) -> None:
+        self.kernel = kernel
         self.current: Tensor | None = None
-        self.kernel: PackedKernel | None = None
         self._state: WeightState | None = None
 
-    def refresh(self, weight: Tensor, kernel: PackedKernel | None = None) -> None:
-        """Packs `weight` if it or the kernel (None: the last one) is another.
-
-        Of a weight whose changes leave no trace there is no copy.
-        """
-        kernel = kernel or self.kernel
-        assert kernel is not None, "the first packing names its kernel"
-        if self.kernel is kernel and self._state is not None and self._state.still_holds(weight):
+    def refresh(self, weight: Tensor) -> None:
+        """Packs `weight` if it is not what it was. Of a weight whose changes leave no trace there is no copy."""
+        assert self.kernel is not None
+        if self._state is not None and self._state.still_holds(weight):
             return
         self.current = self._state = None
-        self.kernel = kernel
         if WeightState.is_traceable(weight):
-            self.current = kernel.pack(weight.detach())
+            self.current = self.kernel.pack(weight.detach())
             self._state = WeightState(weight)
 
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return _PackedWeight, ()
+    def __reduce__(self) -> tuple[Any, tuple[None]]:
+        return PackedCopy, (None,)
 
 
 def refresh_packed(module: nn.Module, kernel: PackedKernel) -> None:
     """Brings the packed copies of all `FusedLinear`s in `module` up to date: once a forward, before its first layer.
 
     In between a layer only looks its copy up, for a look at every weight amid the products costs more than it seems.
-    A trace records no refreshing: whoever replays it refreshes first.
+    A layer keeps the copy of one kernel, the last; whoever holds on to another's has that refreshed himself. A trace
+    records no refreshing: whoever replays it refreshes first.
     """
     if get_proxy_mode() is not None:
         return
     for layer in module.modules():
         if isinstance(layer, FusedLinear):
-            layer.packed.refresh(layer.weight, kernel)
+            if layer.packed.kernel is not kernel:
+                layer.packed = PackedCopy(kernel)
+            layer.packed.refresh(layer.weight)
 
 
 def _onednn_pack(weight: Tensor) -> Tensor:
@@ -123,7 +125,7 @@ def _onednn_multiply(
 def _amx_multiply(
     x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None, residual: Tensor | None, gelu_tanh: bool
 ) -> Tensor:
-    call = packed_linear if is_watched() else multiply
+    call = packed_linear if is_watched(x) else multiply
     return call(x, packed, out_features, bias, residual, gelu_tanh)
 
 

@@ -153,7 +153,7 @@ def rotate_in_place(qk: Tensor, cos_sin: Tensor) -> Tensor:
 
 def rotate_amx(qk: Tensor, cos_sin: Tensor) -> Tensor:
     """Written into `qk`, which is returned. bfloat16; `qk` must not require a gradient."""
-    (rotate_ if is_watched() else amx_rotate)(qk, cos_sin)
+    (rotate_ if is_watched(qk) else amx_rotate)(qk, cos_sin)
     return qk
 
 

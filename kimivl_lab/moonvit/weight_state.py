@@ -36,9 +36,10 @@ class WeightState:
 
     @staticmethod
     def is_traceable(weight: Tensor) -> bool:
-        """Whether a change of `weight` would be seen: plain tensors (or such as say so), not made in inference mode."""
+        """Whether a change of `weight` would be seen: plain tensors (or such as say so) with values, not made in
+        inference mode."""
         plain = type(weight) in (torch.nn.Parameter, Tensor) or getattr(weight, "counts_versions", False)
-        return plain and not weight.is_inference()
+        return plain and not weight.is_inference() and not weight.is_meta
 
 
 def _sample(weight: Tensor) -> Tensor:
