@@ -341,6 +341,7 @@ topics = {
     "20": "position embedding",
     "30": "rope in two dimensions",
     "40": "packed attention",
+    "45": "kernels of one's own",
     "50": "tensor or data parallel",
     "60": "host syncs",
     "70": "CUDA graphs",
