@@ -7,7 +7,7 @@ from matplotlib.patches import StepPatch
 
 from kimivl_lab.cudagraph.workload import TokenCounts
 from kimivl_lab.measure.timing import Timing
-from kimivl_lab.plots.graphs import launch_timeline, replay_steps, time_ratios, two_staircases
+from kimivl_lab.plots.graphs import launch_timeline, recorded_replays, replay_steps, time_ratios, two_staircases
 from tests.drawing import drawing, words  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("drawing")
@@ -95,3 +95,48 @@ def test_faster_and_slower_lie_on_their_sides_of_one():
     assert "0.50" in words(fig) and "2.00" in words(fig)
     low, high = ax.get_xlim()
     assert low < 0.5 and high > 2
+
+
+def call(budget, tokens, eager, replay):
+    """The rows of one whole call."""
+    return [
+        {"phase": "budget", "variant": way, "budget_tokens": budget, "tokens": tokens}
+        | {"latency_ms_p20": 0.95 * ms, "latency_ms_p50": ms, "latency_ms_p80": 1.1 * ms}
+        for way, ms in (("eager", eager), ("replay", replay))
+    ]
+
+
+def capture(budget, ms, mib):
+    return {"phase": "capture", "variant": "replay", "budget_tokens": budget, "capture_ms": ms, "pool_mib": mib}
+
+
+CALLS = [*call(4.0, 2.0, 10.0, 9.0), *call(4.0, 4.0, 10.0, 5.0), *call(64.0, 32.0, 20.0, 38.0)]
+CALLS += [*call(64.0, 64.0, 40.0, 39.0), {"phase": "host", "variant": "eager", "budget_tokens": None, "tokens": 4.0}]
+
+
+def drawn_ys(ax):
+    return [np.asarray(line.get_ydata()) for line in ax.lines]
+
+
+def test_recorded_replays_are_lines_by_filling_and_captures_are_earned_back():
+    rows = [*CALLS, capture(4.0, 500.0, 0.0), capture(64.0, 900.0, 60.5)]
+    fig, (left, right) = recorded_replays(rows, title="t", subtitle="s")
+    drawn = {str(line.get_label()): np.asarray(line.get_ydata()) for line in left.lines}
+    assert drawn["50% full"] == pytest.approx([0.9, 1.9]) and drawn["100% full"] == pytest.approx([0.5, 0.975])
+    spreads = [(line[0, 1], line[1, 1]) for line in corners(left, LineCollection)]
+    eager = [(0.95, 1.1)] * 2
+    assert np.allclose(spreads, [*eager, (0.855, 0.99), (1.805, 2.09), *eager, (0.475, 0.55), (0.92625, 1.0725)])
+    limits = [float(y[0]) for y in drawn_ys(left) if len(y) and len(set(y.tolist())) == 1]
+    assert limits == [2, 1]
+    (costs,) = right.lines
+    assert np.asarray(costs.get_xydata()).tolist() == [[0, 500], [1, 900]]
+    text = words(fig)
+    assert "100\ncalls" in text and "spreads\noverlap" in text and "2 times the rows" in text
+    assert [label.get_text() for label in right.get_xticklabels()] == ["4\n+0", "64\n+60.5"]
+    assert left.get_ylabel() == "whole call: time of a replay / eager" and right.get_ylabel() == "one capture, ms"
+
+
+def test_more_fillings_than_marks_are_refused():
+    rows = [row for tokens in (1.0, 2.0, 3.0, 4.0) for row in call(4.0, tokens, 2.0, 1.0)]
+    with pytest.raises(ValueError, match="3 fillings, not 4"):
+        recorded_replays([*rows, capture(4.0, 1.0, 0.0)], title="t", subtitle="s")

@@ -48,6 +48,38 @@ def test_ranks_share_one_copy_or_hold_one_each(ranks):
     assert text.count("all-reduce") == 2 and text.count("gather") == 1
 
 
+def recorded(case, ms, auto, collectives, predicted=1.0):
+    """One batch's rows: modes by their median, auto with the collectives of its choice."""
+    rows = [
+        {"case": case, "variant": mode, "ranks_count": 2.0, "patches": 1024.0, "collective_count": count}
+        | {"latency_ms_p20": 0.9 * p50, "latency_ms_p50": p50, "latency_ms_p80": 1.2 * p50}
+        | {"predicted_ms": predicted * p50}
+        for (mode, p50), count in zip((ms | {"auto": auto}).items(), (0, 1, 12, collectives), strict=True)
+    ]
+    return rows
+
+
+def test_recorded_modes_stand_over_one_rank_with_what_auto_chose():
+    shared = recorded("8 of coco_val2017", {"single": 1000.0, "data": 500.0, "tensor": 700.0}, 510.0, 1)
+    cut = recorded("1 of 40x40", {"single": 200.0, "data": 210.0, "tensor": 120.0}, 126.0, 12, predicted=1.1)
+    fig, ax = parallel.recorded_modes(shared + cut, title="t", subtitle="s")
+    drawn = {str(line.get_label()): points(line) for line in ax.lines if points(line)}
+    ratios = {"one rank": [1, 1], "data parallel": [1.05, 0.5], "tensor parallel": [0.6, 0.7], "auto": [0.63, 0.51]}
+    assert {mode: [x for x, _ in drawn[mode]] for mode in ratios} == {
+        mode: pytest.approx(ratios[mode]) for mode in ratios
+    }
+    assert [round(y) for _, y in drawn["auto"]] == [0, 1], "the batch to cut comes first"
+    ticks = [points(line) for line in ax.lines if line.get_marker() == "|" and points(line)]
+    assert [[x for x, _ in tick] for tick in ticks] == [pytest.approx([1.1 * a, b]) for a, b in ratios.values()]
+    spreads = [bar for one in ax.collections if isinstance(one, LineCollection) for bar in one.get_segments()]
+    assert [(bar[0][0], bar[1][0]) for bar in spreads[-2:]] == [
+        pytest.approx((0.9 * x, 1.2 * x)) for x in ratios["auto"]
+    ]
+    text = words(fig)
+    assert "tensor, 1.05x" in text and "data, 1.02x" in text and "time / time of one rank" in text and "1 / 2" in text
+    assert "1 of 40 x 40\n1,024 patches, 200 ms on one rank" in text and "8 photographs (COCO)\n1,024" in text
+
+
 @pytest.mark.parametrize("ranks", [1, 5])
 def test_more_ranks_than_colours_are_refused(ranks):
     with pytest.raises(ValueError, match=f"2 to 4 ranks, not {ranks}"):

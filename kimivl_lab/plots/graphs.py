@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Spans: TypeAlias = Sequence[tuple[float, float]]  # (start, length)
 
 _PREDICTED = (("navy", "--"), ("blue", ":"))
+_FILLS = (("sky", "^", 9), ("orange", "s", 8), ("navy", "o", 8))
 _WASTE: dict[str, Any] = {"fc": COLORS["orange"], "hatch": "////", "ec": "white", "lw": 0}
 
 
@@ -154,3 +155,68 @@ def time_ratios(ratios: Mapping[str, float], *, title: str, subtitle: str) -> tu
     ax.tick_params(axis="y", length=0)
     set_titles(fig, title, subtitle)
     return fig, ax
+
+
+def recorded_replays(rows: Sequence[Mapping[str, Any]], *, title: str, subtitle: str) -> tuple[Figure, Sequence[Axes]]:
+    """Left, recorded whole calls: replay over eager by budget, a line for each filling; right, what each capture cost.
+
+    Args:
+        rows: of a record with the phases "budget", of up to three fillings, and "capture". A replay's p20 to p80 is
+            over eager's median, eager's own stands at 1. Over a capture: the calls of a full budget that earn it back,
+            where p20 to p80 of replay and eager do not overlap.
+    """
+    captures = {row["budget_tokens"]: row for row in rows if row["phase"] == "capture"}
+    calls: dict[float, dict[float, dict[str, Mapping[str, Any]]]] = {}  # filling -> budget -> variant -> row
+    for row in rows:
+        if row["phase"] == "budget":
+            filled = calls.setdefault(row["tokens"] / row["budget_tokens"], {})
+            filled.setdefault(row["budget_tokens"], {})[row["variant"]] = row
+    if len(calls) > len(_FILLS):
+        raise ValueError(f"there are marks for {len(_FILLS)} fillings, not {len(calls)}")
+    places = {budget: float(place) for place, budget in enumerate(captures)}
+    fig, (left, right) = new_figure(11, 5.1, ncols=2, width_ratios=(1.2, 1))
+    for at, (fill, budgets) in enumerate(sorted(calls.items())):
+        (name, marker, size), x = _FILLS[at], np.array([places[budget] for budget in budgets]) + 0.09 * (at - 1)
+        median = np.array([pair["eager"]["latency_ms_p50"] for pair in budgets.values()])
+        eager, replay = (
+            [[pair[way][f"latency_ms_{p}"] for pair in budgets.values()] / median for p in ("p20", "p50", "p80")]
+            for way in ("eager", "replay")
+        )
+        left.vlines(x, eager[0], eager[2], color=GREY, lw=4, alpha=0.45)
+        left.vlines(x, replay[0], replay[2], color=INK, lw=1.4, zorder=4)
+        style = {"color": COLORS[name], "lw": 1.6, "ms": size, "mec": INK, "mew": 0.9, "zorder": 5}
+        left.plot(x, replay[1], f"{marker}-", label=f"{fill:.0%} full", **style)
+        if fill < 1:
+            left.axhline(1 / fill, color=COLORS[name], lw=1.6, ls=(0, (4, 3)), zorder=1)
+            words = f"{1 / fill:.3g} times the rows"
+            left.annotate(words, (0, 1 / fill), (6, 3), ("axes fraction", "data"), "offset points", fontsize=10)
+    left.axhline(1, color=INK, lw=1.2, zorder=1)
+    left.plot([], [], color=GREY, lw=6, alpha=0.45, label="eager, p20 to p80")
+    left.set(yscale="log", xlabel="budget, merged tokens", ylabel="whole call: time of a replay / eager")
+    left.margins(y=0.1)
+    left.yaxis.set_major_locator(FixedLocator([0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5]))
+    left.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=4, columnspacing=1.1, handletextpad=0.4)
+
+    costs = [row["capture_ms"] for row in captures.values()]
+    right.vlines(range(len(costs)), 0.5 * min(costs), costs, color=COLORS["blue"], lw=4)
+    right.plot(range(len(costs)), costs, "o", color=COLORS["blue"], ms=9, mec=INK, mew=0.9)
+    for (budget, place), cost in zip(places.items(), costs, strict=True):
+        full, graph = (calls[max(calls)][budget][way] for way in ("eager", "replay"))
+        saved = full["latency_ms_p50"] - graph["latency_ms_p50"]
+        apart = graph["latency_ms_p80"] < full["latency_ms_p20"]
+        words = f"{cost / saved:,.0f}\ncalls" if apart else "spreads\noverlap"
+        right.annotate(words, (place, cost), (0, 9), textcoords="offset points", ha="center", fontsize=10)
+    right.set(yscale="log", ylim=(0.5 * min(costs), 2 * max(costs)), ylabel="one capture, ms")
+    right.set_xlabel("budget, merged tokens (below: MiB of the pool)")
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    right.set_title("Calls of a full budget that earn its capture back")
+    plain = [f"{budget:,.0f}" for budget in places]
+    added = [f"{budget}\n+{row['pool_mib']:.3g}" for budget, row in zip(plain, captures.values(), strict=True)]
+    for ax, labels in ((left, plain), (right, added)):
+        ax.set_xticks(list(places.values()), labels)
+        ax.set_xlim(-0.5, len(places) - 0.5)
+        ax.grid(axis="x", visible=False)
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    set_titles(fig, title, subtitle)
+    return fig, (left, right)

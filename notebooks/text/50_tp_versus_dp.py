@@ -21,8 +21,7 @@
 # ## The question
 #
 # Should the ranks of a server share out the images, or cut every layer, and what does each cost?
-
-# %% [markdown]
+#
 # ## You will be able to
 #
 # - **derive** which rows and columns of a weight each rank holds, and why two layers need only one all-reduce;
@@ -58,7 +57,7 @@ import torch.nn.functional as F
 
 from kimivl_lab import KimiVLConfig, KimiVLEncoder, MoonViTConfig, image_geometry, plots, split_image_features
 from kimivl_lab.bench.parallel_lessons import encode_in_halves, encode_in_modes, time_collectives, time_modes
-from kimivl_lab.datasets import draw_sizes
+from kimivl_lab.datasets import data_path, draw_sizes
 from kimivl_lab.parallel import balance
 from kimivl_lab.parallel.collectives_model import steps_and_bytes
 from kimivl_lab.parallel.cost_model import CostModel
@@ -67,7 +66,7 @@ from kimivl_lab.parallel.launch import run_ranks
 from kimivl_lab.parallel.rates import assumed_cost_model
 from kimivl_lab.parallel.simulate import simulate_scaling
 from kimivl_lab.parallel.tower_work import TowerWork
-from kimivl_lab.plots import cost_model, parallel
+from kimivl_lab.plots import cost_model, floor, parallel
 
 plots.use_style()
 _ = torch.set_grad_enabled(False)
@@ -379,6 +378,25 @@ plt.show()
 # *How to read it:* below and to the right of the line tensor parallel is predicted to be faster. One small image is not worth an all-reduce a layer; one large image is; as soon as every rank has images of its own, sharing them out wins. A count just
 # above a multiple of the ranks leaves some idle, and the line bulges there. A batch can go either way if the weights are there once and tensor parallel works on views of them: that is `encoder_parallel="auto"`, which asks this model on
 # every rank, about the same integers, so that all choose alike.
+#
+# ### Recorded: a deeper tower, and auto
+#
+# The project's record holds `auto` beside the modes, on batches that the model was not fitted to.
+
+# %%
+from kimivl_lab.bench.parallel import summary
+from kimivl_lab.measure.records import find_record, read_record
+
+records, origin = read_record(find_record("parallel", data_path("measurements"), device="cpu-*", dtype="float32"))
+swept, auto = [row for row in records if row["phase"] == "sweep"], summary(records)["auto_over_best"].values()
+title = f"Auto within 5% of the better mode in {sum(ratio < 1.05 for ratio in auto)} of {len(auto)} recorded batches"
+note = floor.recorded_on(origin, f"{origin['preset']} preset, float32, {swept[0]['ranks_count']:.0f} ranks of one thread, median and p20 to p80")
+fig, ax = parallel.recorded_modes(swept, title=title, subtitle=note)
+plt.show()
+
+# %% [markdown]
+# *How to read it:* further left is faster, from the batches that cutting helps most down to those that sharing out does; on the line at 1 a second rank is worth nothing, on the dashed one nothing of it is lost, and an upright tick is what the model said.
+# Auto runs one of the two modes, so what separates it from its own choice is the clock, and the views it works on; where the modes' spreads meet, a wrong choice costs little.
 #
 # ### More ranks, by simulation
 #

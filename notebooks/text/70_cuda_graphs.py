@@ -21,8 +21,7 @@
 # ## The question
 #
 # When does replaying a captured encoder beat running it, and what must a capture never freeze?
-
-# %% [markdown]
+#
 # ## You will be able to
 #
 # - **predict** from launches and FLOPs the size of picture up to which a graph can win anything at all;
@@ -61,12 +60,13 @@ from kimivl_lab.cudagraph.vllm import powers_of_two, vllm_flag
 from kimivl_lab.cudagraph.workload import count_tokens
 from kimivl_lab.datasets import WORKLOADS, data_path, draw_sizes, load_sizes
 from kimivl_lab.measure.accuracy import relative_error
+from kimivl_lab.measure.records import find_record, read_record
 from kimivl_lab.measure.roofline import matmul_peak_tflops
 from kimivl_lab.measure.syncs import on_device
 from kimivl_lab.measure.timing import time_interleaved
 from kimivl_lab.moonvit.flops import tower_flops
 from kimivl_lab.plots import budgets as budget_plots
-from kimivl_lab.plots import graphs as graph_plots
+from kimivl_lab.plots import floor, graphs as graph_plots
 
 plots.use_style()
 _ = torch.set_grad_enabled(False), torch.manual_seed(0)
@@ -393,7 +393,6 @@ for left in (0.0, 1.0, float("nan")):
     print(f"naive, {left} behind the picture: equals eager {right}, finite {finite}")
     assert not right
 
-# %%
 draw, runner = random.Random(0), EncoderCudaGraphRunner(tower, [4, 9, 30, 60], 3, poison=("pool", "padding"))
 for _ in range(60):
     grids = [(2 * draw.randint(1, 6), 2 * draw.randint(1, 12)) for _ in range(draw.randint(1, 5))]
@@ -460,6 +459,24 @@ plt.show()
 # *How to read it:* a step is a budget, here a power of two. At its right end the budget is full, and a replay lies below eager by what it saves. To the left of that end it pads: hatched, a graph
 # costs more than none. So a replay pays only while its padding costs less than it saves, $(\text{waste} - 1) \cdot F/p < \text{saved}$: the larger the picture, the closer the budgets must lie, and `max_waste` of the runner bounds it. What the
 # prediction misses is work that FLOPs do not count: at this width most operators are passes over memory.
+#
+# ### Recorded: a wider tower, and the price of a capture
+#
+# The project's record has budgets that are full, three quarters full and half full. Where a replay's time is only work on rows, it costs rows replayed over real rows; where it is only the host's, the filling does not matter.
+
+# %%
+records, origin = read_record(find_record("graphs", data_path("measurements"), device="cpu-*", dtype="float32"))
+replays = [row for row in records if row["phase"] == "budget" and row["variant"] == "replay"]
+full = [row["speedup_ratio"] for row in replays if row["tokens"] == row["budget_tokens"]]
+title = f"Full budgets, smallest to largest: {full[0]:.2f} to {full[-1]:.2f} times as fast as eager; padding costs more"
+note = floor.recorded_on(origin, f"{origin['preset']} preset, float32, median and p20 to p80; each capture timed once")
+fig, axes = graph_plots.recorded_replays(records, title=title, subtitle=note)
+plt.show()
+
+# %% [markdown]
+# *How to read it:* left, below 1 the graph is faster, and where a line crosses 1, padding has eaten what a replay saves; the larger the budget, the less there is to save and the nearer a half-full one comes to its share of rows. Three quarters stay
+# further below theirs: padding is a segment of its own, and attention among few rows is cheap. Right, a capture's time over what a full replay saves is the number of calls that earn it back, not told where the two times cannot be told
+# apart; graphs share one pool, sized by the largest, which is captured first.
 #
 # ### Elsewhere: when graphs lost
 #
