@@ -78,11 +78,11 @@ def _load() -> ctypes.CDLL | str:
     """Tried once a process: the library, or why there is none."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"the AMX kernels are for Linux on x86-64, not for {sys.platform} on {platform.machine()}"
-    if not (torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported()):
-        return "this processor has no matrix extensions (AMX) for bfloat16"
-    if not torch.cpu._init_amx():
-        return "the operating system does not let this process use the processor's matrix extensions (AMX)"
     try:
+        if not (torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported()):
+            return "this processor has no matrix extensions (AMX) for bfloat16"
+        if not torch.cpu._init_amx():
+            return "the operating system does not let this process use the processor's matrix extensions (AMX)"
         target = _target()
         _build_unless_there(target)
         try:
@@ -91,7 +91,7 @@ def _load() -> ctypes.CDLL | str:
             target.unlink()
             _build_unless_there(target)
             return _open(target)
-    except (BuildError, OSError, AttributeError, RuntimeError, ValueError) as error:  # whatever CC and HOME may hold
+    except (BuildError, OSError, AttributeError, RuntimeError, ValueError) as error:  # whatever torch, CC and HOME hold
         return f"the AMX kernels could not be built: {error}"
 
 

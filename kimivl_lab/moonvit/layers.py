@@ -28,15 +28,12 @@ class Kernels:
     @classmethod
     def resolve(cls, options: EncoderOptions, device: torch.device, dtype: torch.dtype) -> "Kernels":
         """ValueError for an option that is unknown or cannot run here; "auto" never fails."""
-        inference = not torch.is_grad_enabled()
-        return cls(
-            rotate=rotate_real
-            if options.compile
-            else resolve_rotation(options.rope, device, dtype, inference=inference),
-            attend=resolve_attention(options.attention, device, dtype),
-            linear=None if options.compile else resolve_linear(options.linear, device, dtype),
-            compiled=options.compile,
-        )
+        rotate = resolve_rotation(options.rope, device, dtype, inference=not torch.is_grad_enabled())
+        attend = resolve_attention(options.attention, device, dtype)
+        linear = resolve_linear(options.linear, device, dtype)
+        if options.compile:
+            return cls(rotate_real, attend, None, compiled=True)
+        return cls(rotate, attend, linear)
 
 
 class MLP2(nn.Module):
