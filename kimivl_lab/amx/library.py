@@ -38,7 +38,7 @@ _SIGNATURES = {
         + (_SIZE,),
     ),
     "rotate": (None, (_POINTER, ctypes.c_int64, _POINTER, _INT, _INT, _INT, _INT)),
-    "linear_scratch": (_SIZE, (_INT, _INT, _INT)),
+    "linear_scratch": (_SIZE, (_INT, _INT)),
     "pack_weight": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "linear": (
         None,

@@ -10,7 +10,7 @@
 #define CHUNK 9             // steps of 32 inputs
 #define ROW_BYTES 1200000   // of packed rows in a task, a good half of a second-level cache of 2 MiB, and
 #define MOST_ROWS 256       // rows: more do not help, for W is by then read seldom enough
-#define FEWEST_ROWS 128     // below, outputs are cut for more threads
+#define PACKING 4           // panels
 
 typedef struct {
   const bf16 *x, *weight, *bias, *residual;  // bias and residual may be NULL
@@ -90,18 +90,31 @@ INLINE void multiply_rows(const layer *l, int first, int rows, int panel, int la
     }
 }
 
-// Rows of a task: what the cache holds, cut so that every thread gets as many tasks.
-static int rows_of_task(int rows, int inputs, int threads) {
+// Rows of a task: what the cache holds, or less, for tasks of one size.
+static int rows_of_task(int rows, int inputs) {
   int most = ROW_BYTES / (64 * ceil_div(inputs, 32)) / SIDE * SIDE;
   most = most > MOST_ROWS ? MOST_ROWS : most < SIDE ? SIDE : most;
-  const int tasks = threads * ceil_div(rows, threads * most);
-  const int even = ceil_div(ceil_div(rows, tasks), SIDE) * SIDE;
-  return even > FEWEST_ROWS ? even : most < FEWEST_ROWS ? most : FEWEST_ROWS;
+  return ceil_div(ceil_div(rows, ceil_div(rows, most)), SIDE) * SIDE;
+}
+
+// Panels of a task: all, or a part, so that the threads end together. Every task packs its rows, which takes as long as
+// PACKING panels.
+static int panels_of_task(int panels, int cuts, int threads) {
+  int best = panels, least = ceil_div(cuts, threads) * (PACKING + panels);
+  for (int parts = 2; parts <= panels; parts++) {
+    const int run = ceil_div(panels, parts);
+    const int takes = ceil_div(cuts * ceil_div(panels, run), threads) * (PACKING + run);
+    if (takes < least) {
+      least = takes;
+      best = run;
+    }
+  }
+  return best;
 }
 
 // Bytes of scratch a thread needs.
-EXPORT size_t linear_scratch(int rows, int inputs, int threads) {
-  return (size_t)rows_of_task(rows, inputs, threads) * (64 * ceil_div(inputs, 32) + 4 * SIDE);
+EXPORT size_t linear_scratch(int rows, int inputs) {
+  return (size_t)rows_of_task(rows, inputs) * (64 * ceil_div(inputs, 32) + 4 * SIDE);
 }
 
 // weight (outputs, inputs), contiguous -> to, (panels, steps, 2) tiles, aligned to 64, zeros past its ends.
@@ -127,9 +140,8 @@ EXPORT void linear(const bf16 *x, int64_t x_row, int rows, int inputs, const bf1
                    const bf16 *bias, const bf16 *residual, int activation, bf16 *y, int threads, char *scratch,
                    size_t each) {
   const layer l = {x, packed, bias, residual, y, x_row, inputs, outputs};
-  const int task_rows = rows_of_task(rows, inputs, threads), panels = ceil_div(outputs, SIDE);
-  const int cuts = ceil_div(rows, task_rows), run = ceil_div(panels, ceil_div(threads, cuts));
-  const int runs = ceil_div(panels, run);
+  const int task_rows = rows_of_task(rows, inputs), cuts = ceil_div(rows, task_rows);
+  const int panels = ceil_div(outputs, SIDE), run = panels_of_task(panels, cuts, threads), runs = ceil_div(panels, run);
 #pragma omp parallel num_threads(threads)
   {
     const unsigned modes = begin_tiles();

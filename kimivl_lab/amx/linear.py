@@ -59,7 +59,7 @@ def multiply(
     if not rows or not out_features:
         return y
     threads = torch.get_num_threads()
-    each = kernels.linear_scratch(rows, inputs, threads)
+    each = kernels.linear_scratch(rows, inputs)
     kernels.linear(
         x.data_ptr(),
         x.stride(0),
