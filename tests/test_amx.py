@@ -235,7 +235,7 @@ def test_only_a_weight_in_memory_is_packed():
             pack(weight)
     tower = tiny_tower().to(BF16)
     tower.encoder.blocks[1].mlp.fc1.to("meta")
-    with pytest.raises(Exception, match="meta"):
+    with pytest.raises(RuntimeError, match="meta"):
         tower(pixels_for([(4, 6)]), [(4, 6)])
 
 

@@ -1,6 +1,7 @@
 """Packed attention by `attention.c`: softmax(q k^T / sqrt(d)) v of every image, without a score in memory."""
 
 import ctypes
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -33,9 +34,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int)
     offsets = cu_seqlens.tolist()
     if not offsets or offsets[0] or offsets[-1] > rows or any(end < start for start, end in pairwise(offsets)):
         raise ValueError(f"offsets must rise from 0 to at most {rows}, the rows of q, got {offsets}")
-    longest = max((end - start for start, end in pairwise(offsets)), default=0)
-    if longest > max_seqlen:
-        raise ValueError(f"max_seqlen {max_seqlen} is below the longest image, {longest} patches")
+    longest = longest_image(offsets, max_seqlen)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     cu_seqlens = cu_seqlens.contiguous()
     out = empty_rows(rows, heads * d, q.dtype).view(q.shape)
@@ -59,3 +58,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int)
     if failed:
         raise MemoryError("packed attention: no memory for its list of tasks")
     return out
+
+
+def longest_image(offsets: Sequence[int], max_seqlen: int) -> int:
+    """Patches of the longest image between `offsets`. ValueError if the bound `max_seqlen` is below it."""
+    longest = max((end - start for start, end in pairwise(offsets)), default=0)
+    if longest > max_seqlen:
+        raise ValueError(f"max_seqlen {max_seqlen} is below the longest image, {longest} patches")
+    return longest

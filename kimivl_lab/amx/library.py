@@ -144,11 +144,9 @@ def _compile(compiler: list[str], folder: Path) -> Path:
     for source in sorted(folder.glob("*.c")):
         objects.append(source.with_suffix(".o"))
         _run([*compiler, *_FLAGS.split(), "-c", str(source), "-o", str(objects[-1])])
-    library = folder / "amx.so"
-    _run(
-        [*compiler, "-shared", *map(str, objects), "-lm", "-o", str(library)]
-    )  # OpenMP's symbols: from torch's runtime
-    return library
+    linked = folder / "amx.so"  # without -fopenmp: OpenMP's symbols are those of the runtime that torch has loaded
+    _run([*compiler, "-shared", *map(str, objects), "-lm", "-o", str(linked)])
+    return linked
 
 
 def _run(command: list[str]) -> None:

@@ -27,7 +27,7 @@ def aligned(numbers: int, dtype: torch.dtype) -> Tensor:
 def scratch(nbytes: int) -> Tensor:
     """At least `nbytes`, aligned, of this Python thread's own: kept from call to call, and grown.
 
-    Attention takes the most, 1.5 MiB for each of torch's threads at 4,096 patches of head size 72.
+    Attention takes the most, 1.4 MiB for each of torch's threads at 4,096 patches of head size 72.
     """
     if _kept.memory is None or _kept.memory.numel() < nbytes:
         _kept.memory = aligned(nbytes, torch.uint8)

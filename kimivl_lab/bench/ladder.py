@@ -4,8 +4,8 @@
 
 "Before" is the encoder as it was first served: one mask over all pictures, the longest picture's length read in every
 layer, the position table interpolated at every call, complex rope on float32 copies, a strided convolution, a loop over
-pictures to merge. Each rung changes one thing. Every rung is compared with the float32 reference before any is timed;
-all rungs run in turn. A rung that does not pay on this machine stays.
+pictures to merge. Each rung changes one thing; the kernels for AMX come together. Every rung is compared with the
+float32 reference before any is timed; all rungs run in turn. A rung that does not pay on this machine stays.
 """
 
 import argparse

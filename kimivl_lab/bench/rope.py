@@ -31,13 +31,25 @@ def cases(quick: bool, seed: int) -> dict[str, list[Grid]]:
     return singles if quick else singles | {"8 of coco_val2017": drawn}
 
 
-def add_case(comparison: Comparison, case: str, grids: list[Grid], dtype: torch.dtype, options: argparse.Namespace):
-    """Full-size heads, random q and k."""
-    config = MoonViTConfig.preset("kimi-vl-a3b")
+def implementations(dtype: torch.dtype, options: argparse.Namespace) -> list[str]:
+    """Those that run here."""
     names = [name for name in ROPE_IMPLEMENTATIONS if name != "compiled" or options.compiled]
     if reason := amx_unavailable(torch.device(options.device), dtype):
         command.progress(f"rope: {reason}")
         names.remove("amx")
+    return names
+
+
+def add_case(
+    comparison: Comparison,
+    case: str,
+    grids: list[Grid],
+    names: list[str],
+    dtype: torch.dtype,
+    options: argparse.Namespace,
+) -> None:
+    """Full-size heads, random q and k."""
+    config = MoonViTConfig.preset("kimi-vl-a3b")
     patches = sum(patch_counts(grids))
     generator = torch.Generator().manual_seed(options.seed)
     qkv = torch.randn(patches, 3, config.num_attention_heads, config.head_dim, generator=generator)
@@ -64,9 +76,10 @@ def run(dtype: torch.dtype, gbps: float, options: argparse.Namespace) -> dict[st
         comparison = Comparison(
             record, "complex", gbps, TOLERANCE[dtype], options.device, settings["warmup"], settings["repeats"]
         )
+        names = implementations(dtype, options)
         for case, grids in cases(options.quick, options.seed).items():
             command.progress(f"rope {command.name(dtype)} {case}")
-            add_case(comparison, case, grids, dtype, options)
+            add_case(comparison, case, grids, names, dtype, options)
     command.progress(f"wrote {record.path}")
     return comparison.geometric_means()
 

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..amx.attention import attend as amx_attend
+from ..amx.attention import longest_image
 from ..amx.library import amx_unavailable
 from ..watched import is_watched
 from .metadata import EncoderMetadata
@@ -159,8 +160,7 @@ def _check_offsets(cu_seqlens: Tensor) -> None:
 def _sdpa_segments(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     offsets = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(offsets) if end > start]
-    if max(lengths, default=0) > max_seqlen:
-        raise ValueError(f"max_seqlen {max_seqlen} is below the longest image, {max(lengths)} patches")
+    longest_image(offsets, max_seqlen)
     return _sdpa_runs(q, k, v, lengths)
 
 
