@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import EncoderOptions, KimiVLConfig, MoonViTConfig
-    from .cudagraph.budgets import plan_budgets
-    from .cudagraph.runner import EncoderCudaGraphRunner
     from .geometry import ImageGeometry, image_geometry
-    from .image_processor import KimiVLImageProcessor
-    from .kimi_vl import KimiVLEncoder
-    from .measure.syncs import count_host_syncs
+    from .graphs.runner import EncoderCudaGraphRunner
+    from .images.processor import KimiVLImageProcessor
+    from .kimi_vl.encoder import KimiVLEncoder
     from .moonvit.merger import build_merge_gather_idx, patch_merger, patch_merger_packed, split_image_features
     from .moonvit.metadata import EncoderMetadata, prepare_encoder_metadata
     from .moonvit.model import MoonVitPretrainedModel
     from .parallel.data_parallel import run_dp_sharded_vision_model
+    from .planner.plan import plan_budgets
+    from .syncs.counter import count_host_syncs
 
 __all__ = [
     "EncoderCudaGraphRunner",
@@ -59,21 +59,21 @@ __all__ = [
 ]
 
 _HOME = {
-    "EncoderCudaGraphRunner": ".cudagraph.runner",
+    "EncoderCudaGraphRunner": ".graphs.runner",
     "EncoderMetadata": ".moonvit.metadata",
     "EncoderOptions": ".config",
     "ImageGeometry": ".geometry",
     "KimiVLConfig": ".config",
-    "KimiVLEncoder": ".kimi_vl",
-    "KimiVLImageProcessor": ".image_processor",
+    "KimiVLEncoder": ".kimi_vl.encoder",
+    "KimiVLImageProcessor": ".images.processor",
     "MoonViTConfig": ".config",
     "MoonVitPretrainedModel": ".moonvit.model",
     "build_merge_gather_idx": ".moonvit.merger",
-    "count_host_syncs": ".measure.syncs",
+    "count_host_syncs": ".syncs.counter",
     "image_geometry": ".geometry",
     "patch_merger": ".moonvit.merger",
     "patch_merger_packed": ".moonvit.merger",
-    "plan_budgets": ".cudagraph.budgets",
+    "plan_budgets": ".planner.plan",
     "prepare_encoder_metadata": ".moonvit.metadata",
     "run_dp_sharded_vision_model": ".parallel.data_parallel",
     "split_image_features": ".moonvit.merger",

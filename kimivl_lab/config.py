@@ -125,9 +125,10 @@ class EncoderOptions:
     attention: a name in `kimivl_lab.moonvit.attention.ATTENTION_BACKENDS`, or "auto": the first that this device runs.
     position: "interpolate" (the reference), "gather", "separable", "adaptive" or "cached"; see
         `kimivl_lab.moonvit.position`.
-    rope: "complex" (the reference), "real", "compiled", "in_place", "amx" or "auto"; see `kimivl_lab.moonvit.rope`.
+    rope: "complex" (the reference), "real", "compiled", "in_place", "amx" or "auto"; see `kimivl_lab.kernels.rotation`.
     linear: "plain" (the reference), "prepacked" (a second copy of the weights in the CPU library's layout, activation
-        and residual fused), "amx" (the same by our own kernel, bfloat16) or "auto"; see `kimivl_lab.moonvit.linear`.
+        and residual fused), "amx" (the same by our own kernel, bfloat16) or "auto"; see
+        `kimivl_lab.kernels.packed_linear`.
     compile: run the blocks through torch.compile, which fuses norms, rope, activations and residuals: one graph for
         all blocks and batches. `rope` and `linear` are then the compiler's.
     """

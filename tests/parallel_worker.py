@@ -22,12 +22,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimivl_lab import EncoderCudaGraphRunner, KimiVLConfig, KimiVLEncoder, MoonViTConfig, MoonVitPretrainedModel
-from kimivl_lab.bench.ranks import RankTiming, time_on_ranks
 from kimivl_lab.geometry import patch_counts
+from kimivl_lab.kernels.packed_linear import PACKED_KERNELS
+from kimivl_lab.kernels.rotation import rotate_complex
+from kimivl_lab.measure.ranks import RankTiming, time_on_ranks
 from kimivl_lab.moonvit.attention import eager_attention
 from kimivl_lab.moonvit.layers import Kernels, MoonVitEncoderLayer
-from kimivl_lab.moonvit.linear import PACKED_KERNELS
-from kimivl_lab.moonvit.rope import rotate_complex
 from kimivl_lab.parallel.auto import AutoParallelTower
 from kimivl_lab.parallel.balance import Assignment
 from kimivl_lab.parallel.collectives import all_reduce, record_collectives

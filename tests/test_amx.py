@@ -15,15 +15,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions
-from kimivl_lab.amx import library
-from kimivl_lab.amx.attention import attend
-from kimivl_lab.amx.linear import multiply, pack, packed_linear
-from kimivl_lab.amx.rope import rotate, rotate_
-from kimivl_lab.cudagraph.backends import TraceBackend
+from kimivl_lab.graphs.backends import TraceBackend
+from kimivl_lab.kernels.amx import library
+from kimivl_lab.kernels.amx.attention import attend
+from kimivl_lab.kernels.amx.linear import multiply, pack, packed_linear
+from kimivl_lab.kernels.amx.rope import rotate, rotate_
+from kimivl_lab.kernels.packed_linear import GELU_TANH, PACKED_KERNELS, FusedLinear, refresh_packed, resolve_linear
+from kimivl_lab.kernels.rotation import ROPE_IMPLEMENTATIONS, resolve_rotation, rotate_complex
 from kimivl_lab.moonvit.attention import ATTENTION_BACKENDS, resolve_attention
 from kimivl_lab.moonvit.layers import Kernels
-from kimivl_lab.moonvit.linear import GELU_TANH, PACKED_KERNELS, FusedLinear, refresh_packed, resolve_linear
-from kimivl_lab.moonvit.rope import ROPE_IMPLEMENTATIONS, Rope2DPosEmb, resolve_rotation, rotate_complex
+from kimivl_lab.moonvit.rope import Rope2DPosEmb
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -411,7 +412,7 @@ def test_other_devices_and_dtypes_say_why_not():
 WITHOUT = """
 import torch
 from kimivl_lab import MoonViTConfig, MoonVitPretrainedModel
-from kimivl_lab.amx.library import amx_unavailable
+from kimivl_lab.kernels.amx.library import amx_unavailable
 tower = MoonVitPretrainedModel(MoonViTConfig.preset("tiny")).eval().bfloat16()
 with torch.no_grad():
     print(tower(torch.randn(24, 3, 14, 14), [(4, 6)]).isfinite().all().item())

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimivl_lab import EncoderOptions, MoonViTConfig, MoonVitPretrainedModel
+from kimivl_lab.kernels.packed_linear import GELU_TANH, PACKED_KERNELS, FusedLinear, packed_unavailable, refresh_packed
 from kimivl_lab.moonvit.attention import (
     ATTENTION_BACKENDS,
     attention_unavailable,
@@ -15,7 +16,6 @@ from kimivl_lab.moonvit.attention import (
     packed_attention,
     resolve_attention,
 )
-from kimivl_lab.moonvit.linear import GELU_TANH, PACKED_KERNELS, FusedLinear, packed_unavailable, refresh_packed
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
 CPU = ("sdpa", "sdpa_masked", "eager")

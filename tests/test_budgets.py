@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimivl_lab.cudagraph.budgets import REPORTED_CALLS, evaluate_budgets, plan_budgets
-from kimivl_lab.cudagraph.engines import ENGINES, static_bytes
-from kimivl_lab.cudagraph.packing import PACKERS
-from kimivl_lab.cudagraph.search import SEEN_CALLS, Problem, search_budgets
-from kimivl_lab.cudagraph.staircase import best_steps
-from kimivl_lab.cudagraph.vllm import default_max_images, powers_of_two, vllm_flag, vllm_rows
-from kimivl_lab.cudagraph.workload import count_tokens, draw_calls
 from kimivl_lab.datasets import WORKLOADS, load_sizes
+from kimivl_lab.graphs.packing import PACKERS
+from kimivl_lab.planner.engines import ENGINES, static_bytes
+from kimivl_lab.planner.plan import REPORTED_CALLS, evaluate_budgets, plan_budgets
+from kimivl_lab.planner.search import SEEN_CALLS, Problem, search_budgets
+from kimivl_lab.planner.staircase import best_steps
+from kimivl_lab.planner.vllm import default_max_images, powers_of_two, vllm_flag, vllm_rows
+from kimivl_lab.planner.workload import count_tokens, draw_calls
 from tests.conftest import tiny_encoder
 
 # images a call -> workload -> the most rows replayed for one real row, with 8 budgets

@@ -10,10 +10,11 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from kimivl_lab import KimiVLConfig, KimiVLEncoder, MoonViTConfig, MoonVitPretrainedModel, cli
-from kimivl_lab import encode_files as encode_files_module
-from kimivl_lab.feature_file import FeatureFile
-from kimivl_lab.image_processor import KimiVLImageProcessor
+from kimivl_lab import KimiVLConfig, KimiVLEncoder, MoonViTConfig, MoonVitPretrainedModel
+from kimivl_lab.commands import encode as encode_files_module
+from kimivl_lab.commands import main as cli
+from kimivl_lab.commands.feature_file import FeatureFile
+from kimivl_lab.images.processor import KimiVLImageProcessor
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from kimivl_lab import EncoderCudaGraphRunner
-from kimivl_lab.cudagraph.backends import TraceBackend
-from kimivl_lab.cudagraph.capture import GraphCaptureError
+from kimivl_lab.graphs.backends import TraceBackend
+from kimivl_lab.graphs.guards import GraphCaptureError
+from kimivl_lab.measure.launch import run_ranks
 from kimivl_lab.moonvit.model import MoonVitPretrainedModel
 from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
 from kimivl_lab.parallel.groups import init_group
-from kimivl_lab.parallel.launch import run_ranks
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, small_tower, tiny_tower
 
 POISON = ("pool", "padding")

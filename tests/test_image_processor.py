@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from kimivl_lab import image_processor
+from kimivl_lab.bench.preprocess_reference import reference_preprocess
 from kimivl_lab.config import published_config
 from kimivl_lab.geometry import image_geometry
-from kimivl_lab.image_loading import load_image
-from kimivl_lab.image_processor import ImageBatch, KimiVLImageProcessor
-from kimivl_lab.image_reference import reference_preprocess
-from kimivl_lab.image_settings import ImageSettings
-from kimivl_lab.patchify import normalised_levels, normalising_steps, write_normalised
+from kimivl_lab.images import processor as image_processor
+from kimivl_lab.images.loading import load_image
+from kimivl_lab.images.patches import normalised_levels, normalising_steps, write_normalised
+from kimivl_lab.images.processor import ImageBatch, KimiVLImageProcessor
+from kimivl_lab.images.settings import ImageSettings
 from tests.image_oracle import IMAGES, assert_same, noise, oracle, oracle_levels
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimivl_lab.cudagraph.packing import (
+from kimivl_lab.graphs.packing import (
     PACKERS,
     Replay,
     pack_exact,
     pack_next_fit,
     pack_next_fit_deferred,
 )
-from kimivl_lab.cudagraph.traffic import Traffic, pack_traffic
+from kimivl_lab.graphs.traffic import Traffic, pack_traffic
 
 POWERS_OF_TWO = [64 * 2**k for k in range(8)]
 

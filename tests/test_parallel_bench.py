@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kimivl_lab import MoonViTConfig
-from kimivl_lab.bench.cost_fit import CALIBRATION, collective_points, fit_record, predict
+from kimivl_lab.bench.fit_cost_model import CALIBRATION, collective_points, fit_record, predict
 from kimivl_lab.bench.parallel import check, summary
 from kimivl_lab.geometry import patch_counts
+from kimivl_lab.measure.launch import run_ranks
 from kimivl_lab.parallel.balance import QuadraticCost, balance_by_cost
 from kimivl_lab.parallel.collectives_model import KINDS
-from kimivl_lab.parallel.launch import run_ranks
 from kimivl_lab.parallel.rates import assumed_cost_model
 from tests.parallel_worker import SLEEP_S, time_uneven_ranks
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from kimivl_lab import MoonViTConfig
-from kimivl_lab.moonvit.linear import FusedLinear
+from kimivl_lab.kernels.packed_linear import FusedLinear
+from kimivl_lab.measure.launch import run_ranks
 from kimivl_lab.parallel.groups import RankError, init_group
-from kimivl_lab.parallel.launch import run_ranks
 from kimivl_lab.parallel.linear import check_plain
 from kimivl_lab.parallel.tensor_parallel import check_tensor_parallel_size, tensor_parallel, tensor_parallel_sizes
 from tests.conftest import tiny_encoder, tiny_tower
@@ -36,7 +36,7 @@ SCENARIOS = {  # name: ranks, those that do not come
 def survivors():
     """scenario -> (rank, kind of error, its text, missing ranks, seconds) of every rank that came. All run at once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kimivl_lab.kimi_vl", "tests.parallel_worker"])
+    context.set_forkserver_preload(["kimivl_lab.kimi_vl.encoder", "tests.parallel_worker"])
     queue, processes = context.Queue(), []
     for scenario, (ranks, _) in SCENARIOS.items():
         port = free_port()

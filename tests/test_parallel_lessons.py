@@ -3,14 +3,14 @@
 import pytest
 
 from kimivl_lab import KimiVLConfig
-from kimivl_lab.bench.parallel_lessons import (
+from kimivl_lab.lessons.tp_versus_dp import (
     Waited,
     encode_in_halves,
     encode_in_modes,
     time_collectives,
     time_modes,
 )
-from kimivl_lab.parallel.launch import run_ranks
+from kimivl_lab.measure.launch import run_ranks
 
 CONFIG = KimiVLConfig.preset("tiny")
 GRIDS = [(4, 6), (2, 2), (8, 4)]

@@ -9,12 +9,12 @@ import sys
 import pytest
 from PIL import Image, ImageFile
 
-from kimivl_lab import cli
-from kimivl_lab.cudagraph.budgets import plan_budgets
-from kimivl_lab.cudagraph.picture_sizes import picture_sizes, upright_size
-from kimivl_lab.cudagraph.workload import read_sizes
+from kimivl_lab.commands import main as cli
 from kimivl_lab.datasets import load_sizes
-from kimivl_lab.image_loading import load_image
+from kimivl_lab.images.files import picture_sizes, upright_size
+from kimivl_lab.images.loading import load_image
+from kimivl_lab.planner.plan import plan_budgets
+from kimivl_lab.planner.workload import read_sizes
 from tests.test_faults_images import png_header
 
 ROWS = "640,480,3\n1920,1080\n"

@@ -5,9 +5,9 @@ import pytest
 from matplotlib.container import BarContainer
 from matplotlib.patches import StepPatch
 
-from kimivl_lab.cudagraph.budgets import plan_budgets
-from kimivl_lab.cudagraph.packing import PACKERS
-from kimivl_lab.cudagraph.workload import count_tokens
+from kimivl_lab.graphs.packing import PACKERS
+from kimivl_lab.planner.plan import plan_budgets
+from kimivl_lab.planner.workload import count_tokens
 from kimivl_lab.plots.budgets import budget_staircase, packed_replays, plan_overview, waste_bars
 from tests.drawing import drawing, words  # noqa: F401
 

@@ -5,8 +5,8 @@ import pytest
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.patches import StepPatch
 
-from kimivl_lab.cudagraph.workload import TokenCounts
 from kimivl_lab.measure.timing import Timing
+from kimivl_lab.planner.workload import TokenCounts
 from kimivl_lab.plots.graphs import launch_timeline, recorded_replays, replay_steps, time_ratios, two_staircases
 from tests.drawing import drawing, words  # noqa: F401
 

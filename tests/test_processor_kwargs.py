@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from kimivl_lab.processor_kwargs import accepted_kwargs, filter_kwargs, require_known_kwargs
+from kimivl_lab.checks import accepted_kwargs, filter_kwargs, require_known_kwargs
 
 
 class Processor:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from kimivl_lab import KimiVLConfig, KimiVLEncoder, KimiVLImageProcessor, cli, image_geometry
+from kimivl_lab import KimiVLConfig, KimiVLEncoder, KimiVLImageProcessor, image_geometry
+from kimivl_lab.commands import main as cli
 from kimivl_lab.datasets import load_sizes
 from kimivl_lab.measure.records import find_record
 from kimivl_lab.report.ladder import kept_records, source_of

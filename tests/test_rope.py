@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimivl_lab import EncoderOptions
-from kimivl_lab.moonvit.rope import ROPE_IMPLEMENTATIONS, Rope2DPosEmb, resolve_rotation, rotate_complex
+from kimivl_lab.kernels.rotation import ROPE_IMPLEMENTATIONS, resolve_rotation, rotate_complex
+from kimivl_lab.moonvit.rope import Rope2DPosEmb
 from tests import oracle
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from kimivl_lab import count_host_syncs
-from kimivl_lab.measure import cuda_syncs
-from kimivl_lab.measure.syncs import HostSyncCounter, HostSyncError, on_device
+from kimivl_lab.syncs import cuda as cuda_syncs
+from kimivl_lab.syncs.counter import HostSyncCounter, HostSyncError, on_device
 from tests.conftest import tiny_tower
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kimivl_lab import EncoderOptions, KimiVLConfig, KimiVLEncoder, count_host_syncs
-from kimivl_lab.measure.syncs import HostSyncError, on_device
+from kimivl_lab.lessons.grids_on_device import METADATA_VARIANTS
 from kimivl_lab.moonvit.attention import ATTENTION_BACKENDS
-from kimivl_lab.moonvit.historic import METADATA_VARIANTS
 from kimivl_lab.moonvit.position_cache import PositionCache
+from kimivl_lab.syncs.counter import HostSyncError, on_device
 from tests.conftest import MIXED_GRIDS, pixels_for, randomise, relative_error, tiny_tower
 
 NARROW = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16}
@@ -150,9 +150,9 @@ def test_the_historic_reads_have_their_lines():
     away = on_device(narrow_tower(3), pretended=True)
     held = variant_grids("per_layer", [(4, 6)], True)
     counter = count_host_syncs(METADATA_VARIANTS["per_layer"], away, pixels_for([(4, 6)]), held, pretended=True)
-    assert {event.file.rpartition("/")[2] for event in counter.events} == {"historic.py"}
+    assert {event.file.rpartition("/")[2] for event in counter.events} == {"grids_on_device.py"}
     assert len({event.line for event in counter.events}) == 4  # position, rope, merger; the bound, in every layer
-    assert str(counter.events[0]).startswith("tolist at historic.py:")
+    assert str(counter.events[0]).startswith("tolist at grids_on_device.py:")
 
 
 @pytest.mark.gpu

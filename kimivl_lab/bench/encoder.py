@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..amx.linear import multiply, pack
 from ..config import EncoderOptions, MoonViTConfig
 from ..geometry import Grid, patch_counts
+from ..kernels.amx.linear import multiply, pack
+from ..kernels.packed_linear import packed_unavailable
 from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
 from ..measure.records import Recorder
 from ..measure.roofline import matmul, matmul_tflops
 from ..measure.timing import time_interleaved
 from ..moonvit.flops import tower_flops
-from ..moonvit.linear import packed_unavailable
 from ..moonvit.model import MoonVitPretrainedModel
 from . import command
 from .peers import peers

@@ -21,8 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..config import MoonViTConfig
-from ..cudagraph.runner import EncoderCudaGraphRunner
 from ..geometry import Grid, num_tokens
+from ..graphs.runner import EncoderCudaGraphRunner
 from ..measure.accuracy import checked_errors
 from ..measure.records import Recorder
 from ..measure.timing import time_interleaved

@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 
 from ..config import EncoderOptions, MoonViTConfig
-from ..cudagraph.runner import EncoderCudaGraphRunner
 from ..datasets import draw_sizes, sample_images
 from ..geometry import Grid, as_grid_list, image_geometry, patch_counts, token_counts
-from ..image_processor import KimiVLImageProcessor
+from ..graphs.runner import EncoderCudaGraphRunner
+from ..images.processor import KimiVLImageProcessor
+from ..kernels.packed_linear import PACKED_KERNELS, packed_unavailable
+from ..kernels.rotation import resolve_rotation
+from ..lessons.grids_on_device import reading_the_bound
 from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
 from ..measure.records import Recorder
 from ..measure.timing import time_interleaved
 from ..moonvit.attention import resolve_attention, sdpa_attention
-from ..moonvit.historic import reading_the_bound
 from ..moonvit.layers import Kernels
-from ..moonvit.linear import PACKED_KERNELS, packed_unavailable
 from ..moonvit.merger import patch_merger, patch_merger_packed
 from ..moonvit.model import MoonVitPretrainedModel
-from ..moonvit.rope import resolve_rotation
 from . import command
 
 DTYPES = {"float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 0.05)}

@@ -32,7 +32,9 @@ from ..config import EncoderOptions, MoonViTConfig
 from ..datasets import draw_sizes
 from ..geometry import Grid, image_geometry, patch_counts
 from ..measure.accuracy import checked_errors
+from ..measure.launch import run_ranks
 from ..measure.provenance import device_name
+from ..measure.ranks import RankTiming, time_on_ranks
 from ..measure.records import Recorder
 from ..moonvit.model import MoonVitPretrainedModel
 from ..parallel.auto import AutoParallelTower
@@ -41,11 +43,9 @@ from ..parallel.collectives_model import fit_links
 from ..parallel.cost_model import CostModel
 from ..parallel.data_parallel import run_dp_sharded_vision_model
 from ..parallel.groups import init_group
-from ..parallel.launch import run_ranks
 from ..parallel.tensor_parallel import tensor_parallel, tensor_parallel_sizes
 from . import command
-from .cost_fit import CALIBRATION, Row, collective_points, fit_record, predict
-from .ranks import RankTiming, time_on_ranks
+from .fit_cost_model import CALIBRATION, Row, collective_points, fit_record, predict
 
 Runs = dict[str, Callable[[], Any]]
 

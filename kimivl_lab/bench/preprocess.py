@@ -17,12 +17,12 @@ from PIL import Image
 from torch import Tensor
 
 from ..datasets import draw_sizes, sample_images
-from ..image_processor import KimiVLImageProcessor
-from ..image_reference import reference_preprocess
+from ..images.processor import KimiVLImageProcessor
 from ..measure.records import Recorder
 from ..measure.roofline import copy_gbps
 from . import command
 from .compare import COLUMNS, Comparison
+from .preprocess_reference import reference_preprocess
 
 PHOTOGRAPHS = ("astronaut", "chelsea", "china", "coffee")
 REFERENCES = ("reference", "reference_one_thread")

@@ -10,13 +10,14 @@ import argparse
 
 import torch
 
-from ..amx.library import amx_unavailable
 from ..config import MoonViTConfig
 from ..datasets import draw_sizes
 from ..geometry import Grid, image_geometry, patch_counts
+from ..kernels.amx.library import amx_unavailable
+from ..kernels.rotation import ROPE_IMPLEMENTATIONS, rotate_complex
 from ..measure.records import Recorder
 from ..measure.roofline import copy_gbps
-from ..moonvit.rope import ROPE_IMPLEMENTATIONS, Rope2DPosEmb, rotate_complex
+from ..moonvit.rope import Rope2DPosEmb
 from . import command
 from .compare import COLUMNS, Comparison
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from ..config import EncoderOptions, MoonViTConfig
 from ..datasets import draw_sizes
 from ..geometry import IN_TOKEN_LIMIT, Grid, image_geometry, patch_counts
+from ..lessons.grids_on_device import METADATA_VARIANTS
 from ..measure.accuracy import checked_errors
 from ..measure.records import Recorder
-from ..measure.syncs import HostSyncCounter, count_host_syncs, on_device
 from ..measure.timing import time_interleaved
-from ..moonvit.historic import METADATA_VARIANTS
 from ..moonvit.model import MoonVitPretrainedModel
+from ..syncs.counter import HostSyncCounter, count_host_syncs, on_device
 from . import command
 
 IMAGES = (1, 12)

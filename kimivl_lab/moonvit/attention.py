@@ -5,7 +5,7 @@ d^-0.5, not causal. Rows past the last offset belong to no image: they are not r
 
     "flash_attn"    the flash-attn package's variable-length kernel (CUDA)
     "torch_varlen"  torch.nn.attention.varlen, the same kernel inside torch (CUDA)
-    "amx"           our own kernel for processors with matrix extensions, bfloat16 (CPU): see `kimivl_lab.amx`
+    "amx"           our own kernel for processors with matrix extensions, bfloat16 (CPU): see `kimivl_lab.kernels.amx`
     "sdpa"          scaled_dot_product_attention per run of images of one size: memory grows with the largest run
     "sdpa_masked"   one scaled_dot_product_attention over all L patches with an (L, L) block-diagonal mask, for
                     comparison: its memory grows with the square of the batch
@@ -15,55 +15,19 @@ The first four are one operator of torch.library, `kimivl_lab::packed_attention`
 compiled graph holds it as one node that reads `cu_seqlens` when it runs.
 """
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import groupby, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..amx.attention import attend as amx_attend
-from ..amx.attention import longest_image
-from ..amx.library import amx_unavailable
-from ..watched import is_watched
+from ..kernels.dispatch import is_watched
+from ..kernels.packed_attention import attend_packed, attention_unavailable, packed_attention, sdpa_runs, sdpa_segments
+from ..kernels.precision import compute_dtype
 from .metadata import EncoderMetadata
-from .precision import compute_dtype
 
 PackedAttention = Callable[[Tensor, Tensor, Tensor, EncoderMetadata], Tensor]
-
-
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str) -> Tensor:
-    """q, k, v (L, heads, d), offsets (m + 1,) int32 -> (L, heads, d), contiguous.
-
-    Args:
-        max_seqlen: a bound of the longest image in patches; any larger one gives the same values.
-        backend: "flash_attn", "torch_varlen", "amx" or "sdpa". The last two read the offsets on the host.
-    """
-    _check_offsets(cu_seqlens)
-    if backend == "sdpa":
-        return _sdpa_segments(q, k, v, cu_seqlens, max_seqlen)
-    if backend == "amx":
-        return amx_attend(q, k, v, cu_seqlens, max_seqlen)
-    if backend == "flash_attn":
-        flash_attn = importlib.import_module("flash_attn")
-        return flash_attn.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    assert isinstance(out, Tensor)
-    return out
-
-
-packed_attention = torch.library.custom_op("kimivl_lab::packed_attention", attend_packed, mutates_args=())
-
-
-@packed_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str) -> Tensor:
-    _check_offsets(cu_seqlens)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
@@ -93,8 +57,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -
     """`packed_attention` where the offsets are on the host (as an operator where somebody watches, as plain calls
     elsewhere); on other devices the same from the host's own lengths, with no read."""
     if q.device.type != "cpu":
-        return _sdpa_runs(q, k, v, metadata.seqlens)
-    attend = partial(packed_attention, backend="sdpa") if is_watched(q) else _sdpa_segments
+        return sdpa_runs(q, k, v, metadata.seqlens)
+    attend = partial(packed_attention, backend="sdpa") if is_watched(q) else sdpa_segments
     return attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen)
 
 
@@ -118,23 +82,6 @@ ATTENTION_BACKENDS: dict[str, PackedAttention] = {
 }
 
 
-def attention_unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend called `name` cannot run on `device` in `dtype`, or None when it can."""
-    if name == "amx":
-        return amx_unavailable(device, dtype)
-    if name not in ("flash_attn", "torch_varlen"):
-        return None
-    if device.type != "cuda":
-        return f"{name} needs a CUDA device, the tower is on {device}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"{name} takes bfloat16 and float16, not {dtype}"
-    package = {"flash_attn": "flash_attn", "torch_varlen": "torch.nn.attention.varlen"}[name]
-    if importlib.util.find_spec(package) is None:
-        install = "pip install flash-attn --no-build-isolation" if name == "flash_attn" else "pip install 'torch>=2.10'"
-        return f"{name} needs {package}, which is not installed: {install}"
-    return None
-
-
 def resolve_attention(
     name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PackedAttention:
@@ -150,38 +97,3 @@ def resolve_attention(
     if reason := attention_unavailable(name, device, dtype):
         raise ValueError(reason)
     return ATTENTION_BACKENDS["sdpa" if name == "amx" and torch.is_grad_enabled() else name]
-
-
-def _check_offsets(cu_seqlens: Tensor) -> None:
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
-        raise ValueError(f"cu_seqlens must be (m + 1,) int32, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}")
-
-
-def _sdpa_segments(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    offsets = cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(offsets) if end > start]
-    longest_image(offsets, max_seqlen)
-    return _sdpa_runs(q, k, v, lengths)
-
-
-def _sdpa_runs(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """One call per run of consecutive images of equal length."""
-    parts, rows = [], 0
-    for start, count, length in _runs(lengths):
-        rows = start + count * length
-        batch = (
-            x.narrow(0, start, rows - start).unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v)
-        )  # (count, heads, n, d)
-        parts.append(F.scaled_dot_product_attention(*batch).transpose(1, 2).flatten(0, 1))  # (count * n, heads, d)
-    if len(parts) == 1 and rows == q.shape[0]:
-        return parts[0].contiguous()
-    return torch.cat((*parts, q.new_zeros((q.shape[0] - rows, *q.shape[1:]))))
-
-
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first row, images, length) of each run of equal lengths."""
-    start = 0
-    for length, group in groupby(lengths):
-        count = len(list(group))
-        yield start, count, length
-        start += count * length

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..geometry import Grid, patch_counts
+from ..kernels.upload import PackedArrays
 from .merger import write_merge_gather_idx
 from .rope import write_positions
-from .upload import PackedArrays
 
 
 def grid_arrays_reference(

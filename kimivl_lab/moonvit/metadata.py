@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..geometry import Grid, as_grid_list, patch_counts, token_counts
+from ..kernels.precision import compute_dtype
+from ..kernels.upload import upload
 from .grid_arrays import pack_grid_arrays
 from .position import Learnable2DInterpPosEmb
-from .precision import compute_dtype
 from .rope import Rope2DPosEmb
-from .upload import upload
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from transformers import initialization as init
 
 from ..config import EncoderOptions, MoonViTConfig
 from ..geometry import Grid
+from ..kernels.upload import upload
 from .checkpoint import StrictPreTrainedModel
 from .layers import Kernels, MoonVitEncoder
 from .merger import patch_merger_packed
@@ -21,7 +22,6 @@ from .metadata import EncoderMetadata, prepare_encoder_metadata
 from .patch_embed import MoonVisionPatchEmbed
 from .position import Learnable2DInterpPosEmb
 from .rope import Rope2DPosEmb
-from .upload import upload
 
 
 class MoonVitPretrainedModel(StrictPreTrainedModel):

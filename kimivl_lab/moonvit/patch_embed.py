@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import MoonViTConfig
+from ..kernels.precision import compute_dtype
 from .position import Learnable2DInterpPosEmb
-from .precision import compute_dtype
 
 _UINT8_SCALE = 2 / 255
 _UINT8_SHIFT = 1 / 255

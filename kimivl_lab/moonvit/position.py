@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..geometry import Grid, patch_counts
-from ..host_memory import empty_rows
+from ..kernels.memory import empty_rows
+from ..kernels.precision import compute_dtype
+from ..kernels.weight_state import WeightState
 from .position_cache import PositionCache
-from .precision import compute_dtype
-from .weight_state import WeightState
 
 KEYS_CONSTANT = -0.75
 AXIS_CACHE_BYTES = 4 * 2**20

@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
-from .weight_state import WeightState
+from ..kernels.weight_state import WeightState
 
 DEFAULT_MAX_BYTES = 256 * 2**20
 POLICIES = ("lru", "fifo")

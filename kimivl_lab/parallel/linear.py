@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..moonvit.linear import GELU_TANH, FusedLinear, PackedKernel
+from ..kernels.packed_linear import GELU_TANH, FusedLinear, PackedKernel
 from .collectives import all_reduce
 from .groups import check_group
 

@@ -12,9 +12,9 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
 
 if TYPE_CHECKING:
-    from ..cudagraph.budgets import BudgetPlan
-    from ..cudagraph.packing import Replay
-    from ..cudagraph.workload import TokenCounts
+    from ..graphs.packing import Replay
+    from ..planner.plan import BudgetPlan
+    from ..planner.workload import TokenCounts
 
 _BARS = (("orange", "///"), ("sky", "..."), ("navy", ""))
 

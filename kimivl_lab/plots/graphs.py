@@ -13,7 +13,7 @@ from ..measure.timing import Timing
 from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
 
 if TYPE_CHECKING:
-    from ..cudagraph.workload import TokenCounts
+    from ..planner.workload import TokenCounts
 
 Spans: TypeAlias = Sequence[tuple[float, float]]  # (start, length)
 

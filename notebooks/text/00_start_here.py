@@ -61,7 +61,7 @@ from kimivl_lab.measure.accuracy import relative_error
 from kimivl_lab.measure.timing import Timing, time_interleaved
 from kimivl_lab.moonvit.attention import resolve_attention
 from kimivl_lab.moonvit.merger import patch_merger_packed
-from kimivl_lab.moonvit.rope import rotate_complex
+from kimivl_lab.kernels.rotation import rotate_complex
 
 plots.use_style()
 _ = torch.set_grad_enabled(False)

@@ -57,7 +57,8 @@ from kimivl_lab.datasets import data_path
 from kimivl_lab.measure.accuracy import relative_error
 from kimivl_lab.measure.records import find_record, read_record
 from kimivl_lab.measure.timing import time_interleaved
-from kimivl_lab.moonvit.rope import ROPE_IMPLEMENTATIONS, Rope2DPosEmb, rotate_complex
+from kimivl_lab.kernels.rotation import ROPE_IMPLEMENTATIONS, rotate_complex
+from kimivl_lab.moonvit.rope import Rope2DPosEmb
 from kimivl_lab.plots import floor, rope
 
 plots.use_style()

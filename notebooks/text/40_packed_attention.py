@@ -64,7 +64,7 @@ from kimivl_lab.measure.timing import time_interleaved
 from kimivl_lab.moonvit.attention import ATTENTION_BACKENDS, attention_unavailable, packed_attention
 from kimivl_lab.moonvit.flops import tower_flops
 from kimivl_lab.moonvit.layers import Kernels
-from kimivl_lab.moonvit.linear import packed_unavailable
+from kimivl_lab.kernels.packed_linear import packed_unavailable
 from kimivl_lab.plots import attention
 
 plots.use_style()

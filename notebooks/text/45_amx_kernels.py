@@ -55,14 +55,14 @@ import torch
 import torch.nn.functional as F
 
 from kimivl_lab import MoonViTConfig, MoonVitPretrainedModel, plots
-from kimivl_lab.amx.library import amx_unavailable
+from kimivl_lab.kernels.amx.library import amx_unavailable
 from kimivl_lab.datasets import data_path
 from kimivl_lab.measure.accuracy import relative_error
 from kimivl_lab.measure.records import find_record, read_record
 from kimivl_lab.measure.roofline import matmul
 from kimivl_lab.measure.timing import time_interleaved
 from kimivl_lab.moonvit.attention import ATTENTION_BACKENDS
-from kimivl_lab.moonvit.linear import PACKED_KERNELS, packed_unavailable
+from kimivl_lab.kernels.packed_linear import PACKED_KERNELS, packed_unavailable
 from kimivl_lab.plots import amx, floor
 
 plots.use_style()
@@ -264,7 +264,7 @@ plt.show()
 # bytes. So where must they lie? An operand is read again from the smallest cache that holds everything touched in between. `linear.c` cuts $x$ into tasks of rows, and $W$ into panels of 32 outputs and chunks of steps:
 
 # %%
-sources = "".join(files("kimivl_lab.amx").joinpath(name).read_text() for name in ("linear.c", "attention.c", "tiles.h"))
+sources = "".join(files("kimivl_lab.kernels.amx").joinpath(name).read_text() for name in ("linear.c", "attention.c", "tiles.h"))
 constants = {name: int(value) for name, value in re.findall(r"^#define (\w+) (\d+)", sources, re.MULTILINE)}
 for name in ("CHUNK", "ROW_BYTES", "MOST_ROWS", "RUN", "SLACK"):
     print(f"{name:9s} {constants[name]:9,}")

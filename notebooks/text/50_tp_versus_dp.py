@@ -56,13 +56,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from kimivl_lab import KimiVLConfig, KimiVLEncoder, MoonViTConfig, image_geometry, plots, split_image_features
-from kimivl_lab.bench.parallel_lessons import encode_in_halves, encode_in_modes, time_collectives, time_modes
+from kimivl_lab.lessons.tp_versus_dp import encode_in_halves, encode_in_modes, time_collectives, time_modes
 from kimivl_lab.datasets import data_path, draw_sizes
 from kimivl_lab.parallel import balance
 from kimivl_lab.parallel.collectives_model import steps_and_bytes
 from kimivl_lab.parallel.cost_model import CostModel
 from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
-from kimivl_lab.parallel.launch import run_ranks
+from kimivl_lab.measure.launch import run_ranks
 from kimivl_lab.parallel.rates import assumed_cost_model
 from kimivl_lab.parallel.simulate import simulate_scaling
 from kimivl_lab.parallel.tower_work import TowerWork

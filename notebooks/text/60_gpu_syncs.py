@@ -59,13 +59,13 @@ from kimivl_lab.bench.metadata import array_builders, device_builders
 from kimivl_lab.bench.syncs import loops, pretended_counts
 from kimivl_lab.datasets import data_path, draw_sizes
 from kimivl_lab.measure.accuracy import relative_error
-from kimivl_lab.measure.device_costs import Watcher
-from kimivl_lab.measure.device_tensor import PretendDevice
+from kimivl_lab.syncs.rules import Watcher
+from kimivl_lab.syncs.pretend import PretendDevice
 from kimivl_lab.measure.roofline import copy_gbps, floor_ms
-from kimivl_lab.measure.syncs import HostSyncError, on_device
+from kimivl_lab.syncs.counter import HostSyncError, on_device
 from kimivl_lab.measure.timing import time_interleaved
-from kimivl_lab.moonvit.historic import METADATA_VARIANTS
-from kimivl_lab.moonvit.upload import upload
+from kimivl_lab.lessons.grids_on_device import METADATA_VARIANTS
+from kimivl_lab.kernels.upload import upload
 from kimivl_lab.plots import syncs
 
 plots.use_style()

@@ -53,16 +53,16 @@ import torch
 
 from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions, KimiVLConfig, KimiVLEncoder, MoonViTConfig
 from kimivl_lab import MoonVitPretrainedModel, count_host_syncs, image_geometry, plots
-from kimivl_lab.cudagraph import engine_protocol, flat_program, memory_pool, static_inputs
-from kimivl_lab.cudagraph.budgets import evaluate_budgets, plan_budgets
-from kimivl_lab.cudagraph.packing import PACKERS
-from kimivl_lab.cudagraph.vllm import powers_of_two, vllm_flag
-from kimivl_lab.cudagraph.workload import count_tokens
+from kimivl_lab.graphs import engine_protocol, inputs as graph_inputs, memory_pool, trace_program
+from kimivl_lab.planner.plan import evaluate_budgets, plan_budgets
+from kimivl_lab.graphs.packing import PACKERS
+from kimivl_lab.planner.vllm import powers_of_two, vllm_flag
+from kimivl_lab.planner.workload import count_tokens
 from kimivl_lab.datasets import WORKLOADS, data_path, draw_sizes, load_sizes
 from kimivl_lab.measure.accuracy import relative_error
 from kimivl_lab.measure.records import find_record, read_record
 from kimivl_lab.measure.roofline import matmul_peak_tflops
-from kimivl_lab.measure.syncs import on_device
+from kimivl_lab.syncs.counter import on_device
 from kimivl_lab.measure.timing import time_interleaved
 from kimivl_lab.moonvit.flops import tower_flops
 from kimivl_lab.plots import budgets as budget_plots
@@ -205,9 +205,9 @@ print(f"{len(graph.calls)} operators remembered; the replay equals the eager for
 
 # %%
 protocol, budget = engine_protocol.TowerGraphs(tower), 8
-inputs = static_inputs.StaticInputs(protocol.prepare_encoder_cudagraph_capture_inputs(budget, max_images=3).values)
+inputs = graph_inputs.StaticInputs(protocol.prepare_encoder_cudagraph_capture_inputs(budget, max_images=3).values)
 forward = lambda *values: protocol.encoder_cudagraph_forward(dict(zip(inputs.buffers, values, strict=True)))
-program = flat_program.record(forward, inputs.first(4 * budget), memory_pool.MemoryPool(), {})
+program = trace_program.record(forward, inputs.first(4 * budget), memory_pool.MemoryPool(), {})
 print("inputs:", *inputs.buffers)
 print(*program.source.splitlines()[:12], "...", f"{program.operators} operators, no module, no branch", sep="\n")
 assert "cu_seqlens" in program.source and "merge_gather_idx" in program.source
@@ -290,7 +290,7 @@ print("vllm serve", vllm_flag(served.budgets, served.max_images))
 import linecache
 import re
 
-from kimivl_lab.cudagraph.capture import GraphCaptureError
+from kimivl_lab.graphs.guards import GraphCaptureError
 
 
 def checked(module, args, rows):
@@ -319,7 +319,7 @@ assert graph.output.isnan().all() and "isnan" in linecache.getline(file, int(lin
 # A graph knows addresses, not names. A tensor that is rebound is a new address: the replay goes on with the old picture, or the old weights.
 
 # %%
-from kimivl_lab.cudagraph.captured_weights import StaleGraphError
+from kimivl_lab.graphs.weights import StaleGraphError
 
 grids, pixels, layer = [(4, 4)], torch.randn(16, 3, 14, 14), tower.encoder.blocks[0].wo
 runner, graph = EncoderCudaGraphRunner(tower, [4]), NaiveGraph(lambda: tower(pixels, grids))

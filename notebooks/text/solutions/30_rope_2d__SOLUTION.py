@@ -33,7 +33,8 @@ print(versions())
 import torch
 
 from kimivl_lab.measure.accuracy import relative_error
-from kimivl_lab.moonvit.rope import Rope2DPosEmb, rotate_complex
+from kimivl_lab.kernels.rotation import rotate_complex
+from kimivl_lab.moonvit.rope import Rope2DPosEmb
 
 _ = torch.manual_seed(0)
 rope_2d = Rope2DPosEmb(72)

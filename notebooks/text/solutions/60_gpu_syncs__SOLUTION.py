@@ -34,8 +34,8 @@ import torch
 
 from kimivl_lab import count_host_syncs
 from kimivl_lab.measure.accuracy import relative_error
-from kimivl_lab.measure.syncs import on_device
-from kimivl_lab.moonvit.upload import upload
+from kimivl_lab.syncs.counter import on_device
+from kimivl_lab.kernels.upload import upload
 
 _ = torch.set_grad_enabled(False)
 

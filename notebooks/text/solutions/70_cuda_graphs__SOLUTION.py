@@ -35,9 +35,9 @@ import random
 import torch
 
 from kimivl_lab import EncoderOptions, MoonViTConfig, MoonVitPretrainedModel, image_geometry
-from kimivl_lab.cudagraph import engine_protocol, flat_program, memory_pool, static_inputs
-from kimivl_lab.cudagraph.budgets import evaluate_budgets, plan_budgets
-from kimivl_lab.cudagraph.packing import PACKERS
+from kimivl_lab.graphs import engine_protocol, inputs as graph_inputs, memory_pool, trace_program
+from kimivl_lab.planner.plan import evaluate_budgets, plan_budgets
+from kimivl_lab.graphs.packing import PACKERS
 from kimivl_lab.measure.accuracy import relative_error
 
 _ = torch.set_grad_enabled(False), torch.manual_seed(0)
@@ -91,9 +91,9 @@ print(f"{sorted(tokens)} tokens in {answer_2}: {waste:.4f} times the real rows")
 # %%
 tower = MoonVitPretrainedModel(MoonViTConfig.preset("tiny"), EncoderOptions(linear="plain", rope="in_place")).eval()
 protocol, budget = engine_protocol.TowerGraphs(tower), 8
-inputs = static_inputs.StaticInputs(protocol.prepare_encoder_cudagraph_capture_inputs(budget, max_images=3).values)
+inputs = graph_inputs.StaticInputs(protocol.prepare_encoder_cudagraph_capture_inputs(budget, max_images=3).values)
 forward = lambda *values: protocol.encoder_cudagraph_forward(dict(zip(inputs.buffers, values, strict=True)))
-program = flat_program.record(forward, inputs.first(4 * budget), memory_pool.MemoryPool(), {})
+program = trace_program.record(forward, inputs.first(4 * budget), memory_pool.MemoryPool(), {})
 same = lambda got, want: relative_error(got, want) < 1e-5
 
 

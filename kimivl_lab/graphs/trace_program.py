@@ -1,0 +1,241 @@
+"""A forward as a flat list of operators at fixed addresses: what the "trace" backend replays.
+
+`record` runs the forward under make_fx and writes its graph as straight-line Python, one line an operator:
+
+    aten_addmm_out(_param_constant1, view, t, out=addmm)
+    native_layer_norm = aten_native_layer_norm(add, [288], _param_constant2, _param_constant3, 1e-05)
+    aten_mul__Tensor(view_as_complex_1, view_3)
+
+Weights, inputs and results that lie in a `MemoryPool` are constants of that code, and so are all views of them.
+Operators that cannot write where they are told make a fresh result, which is freed after its last use.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from ..kernels.direct_calls import DIRECT_CALLS
+from .memory_pool import MemoryPool
+
+_aten = torch.ops.aten
+_EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default)
+_OUT_VARIANTS = {
+    _aten.addmm.default: _aten.addmm.out,
+    _aten.add.Tensor: _aten.add.out,
+    _aten.mul.Tensor: _aten.mul.out,
+    _aten.gelu.default: _aten.gelu.out,
+    _aten.cat.default: _aten.cat.out,
+    _aten.index_select.default: _aten.index_select.out,
+}
+# The same kernels by a shorter way: torch's own bindings read arguments faster than an OpOverload does.
+_BINDINGS = {
+    _aten.addmm.out: torch.addmm,
+    _aten.add.out: torch.add,
+    _aten.mul.out: torch.mul,
+    _aten.gelu.out: torch.nn.functional.gelu,
+    _aten.index_select.out: torch.index_select,
+    _aten.native_layer_norm.default: torch.native_layer_norm,
+    _aten.view.default: Tensor.view,
+    _aten.select.int: torch.select,
+    _aten.unbind.int: torch.unbind,
+    _aten.view_as_complex.default: torch.view_as_complex,
+    _aten.mul_.Tensor: Tensor.mul_,
+    **DIRECT_CALLS,
+}
+
+
+class Holder(Protocol):
+    """Something whose `current` tensor may be another at the next replay."""
+
+    current: Tensor | None
+
+
+@dataclass(frozen=True)
+class FlatProgram:
+    """Attributes:
+    source: the code, for reading.
+    output: the result; the next run of any program of the same pool overwrites it.
+    operators: how many are called.
+    run: runs them.
+    """
+
+    source: str
+    output: Tensor
+    operators: int
+    run: Callable[[], None]
+
+
+def record(
+    forward: Callable[..., Tensor], inputs: Mapping[str, Tensor], pool: MemoryPool, holders: Mapping[int, Holder]
+) -> FlatProgram:
+    """Records `forward(*inputs.values())`.
+
+    Args:
+        inputs: by name; the program reads them where they lie now.
+        pool: for results.
+        holders: of constant tensors that may be replaced, by the tensor's id: the program asks them at every run.
+    """
+    traced = make_fx(forward, tracing_mode="real")(*inputs.values())
+    pool.reuse()
+    return _Writer(traced, inputs, pool, holders).write()
+
+
+class _Writer:
+    """Runs a traced graph once more and writes down what a replay has to do.
+
+    A node's value is fixed (its name is a constant of the code) or fresh (its name is a variable). Nodes that share
+    memory have one root; its block or variables are free after the last use of any of them.
+    """
+
+    def __init__(
+        self, traced: GraphModule, inputs: Mapping[str, Tensor], pool: MemoryPool, holders: Mapping[int, Holder]
+    ) -> None:
+        self.traced, self.pool, self.holders = traced, pool, holders
+        self.inputs = iter(inputs.items())
+        self.roots = _roots(traced.graph)
+        self.values: dict[Node, Any] = {}
+        self.names: dict[Node, str] = {}
+        self.fresh: dict[Node, list[Node]] = {}  # by root
+        self.blocks: dict[Node, Tensor] = {}  # by root
+        self.constants: dict[str, Any] = {}
+        self.lines: list[str] = []
+        self.operators = 0
+
+    def write(self) -> FlatProgram:
+        *nodes, result = self.traced.graph.nodes
+        last_uses = _last_uses(self.traced.graph, self.roots)
+        for node in nodes:
+            self._visit(node)
+            self._free(last_uses.get(node, ()))
+        output = self._output(_node(result.args[0]))
+        body = "".join(f"\n    {line}" for line in self.lines)
+        exec(compile(f"def run():{body}", "<flat program>", "exec"), self.constants)
+        return FlatProgram("\n".join(self.lines), output, self.operators, self.constants["run"])
+
+    def _visit(self, node: Node) -> None:
+        target: Any = node.target
+        if node.op == "placeholder":
+            self._fix(node, *next(self.inputs))
+        elif node.op == "get_attr":
+            self._constant(node, getattr(self.traced, target))
+        elif target is not operator.getitem and target._schema.is_mutable:
+            self._call(node, target)
+            written = _node(node.args[0])
+            self.values[node], self.names[node] = self.values[written], self.names[written]
+        elif node.users:
+            self._compute(node, target)
+
+    def _constant(self, node: Node, value: Tensor) -> None:
+        holder = self.holders.get(id(value))
+        self._fix(node, node.name, value.detach())
+        if holder is not None:
+            self.constants[node.name] = holder
+            self.names[node] += ".current"
+
+    def _compute(self, node: Node, target: Any) -> None:
+        value = self._run(node, target)
+        if self.roots[node] is not node:
+            if self.roots[node] in self.fresh:
+                self._make(node, target, value)
+            else:
+                self._fix(node, node.name, value)
+        elif (target in _EMPTY or target in _OUT_VARIANTS) and value.is_contiguous():
+            self._fix(node, node.name, self._in_pool(node, value))
+            if target in _OUT_VARIANTS:
+                self._call(node, _OUT_VARIANTS[target], out=node.name)
+        else:
+            self._make(node, target, value)
+
+    def _run(self, node: Node, target: Any) -> Any:
+        return target(*map_arg(node.args, self.values.__getitem__), **map_arg(node.kwargs, self.values.__getitem__))
+
+    def _fix(self, node: Node, name: str, value: Any) -> None:
+        self.names[node] = name
+        self.values[node] = self.constants[name] = value
+
+    def _make(self, node: Node, target: Any, value: Any) -> None:
+        """A fresh result in a variable of the node's name."""
+        self.values[node], self.names[node] = value, node.name
+        self.fresh.setdefault(self.roots[node], []).append(node)
+        if target is operator.getitem:
+            self.lines.append(f"{node.name} = {self.names[_node(node.args[0])]}[{node.args[1]}]")
+        else:
+            self._call(node, target, result=node.name)
+
+    def _call(self, node: Node, target: Any, result: str | None = None, **more: str) -> None:
+        name = str(target).removesuffix(".default").replace(".", "_")
+        self.constants[name] = _BINDINGS.get(target) or target._op
+        arguments = [self._text(argument) for argument in node.args]
+        arguments += [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
+        arguments += [f"{key}={value}" for key, value in more.items()]
+        self.lines.append(f"{result} = " * (result is not None) + f"{name}({', '.join(arguments)})")
+        self.operators += 1
+
+    def _text(self, argument: Any) -> str:
+        if isinstance(argument, Node):
+            return self.names[argument]
+        if isinstance(argument, list | tuple):
+            return f"[{', '.join(map(self._text, argument))}]"
+        if isinstance(argument, int | str | None) or (isinstance(argument, float) and math.isfinite(argument)):
+            return repr(argument)
+        name = f"{type(argument).__name__}_{len(self.constants)}"
+        self.constants[name] = argument
+        return name
+
+    def _in_pool(self, root: Node, like: Tensor) -> Tensor:
+        self.blocks[root] = block = self.pool.take(like.nbytes)
+        return block[: like.nbytes].view(like.dtype).view(like.shape).copy_(like)
+
+    def _free(self, roots: Iterable[Node]) -> None:
+        for root in roots:
+            if root in self.blocks:
+                self.pool.give_back(self.blocks.pop(root))
+            if gone := self.fresh.pop(root, ()):
+                self.lines.append(f"del {', '.join(self.names[node] for node in gone)}")
+                for node in gone:
+                    del self.values[node]
+
+    def _output(self, node: Node) -> Tensor:
+        """The result in the pool, copied there unless it is written there."""
+        value = self.values[node]
+        if self.roots[node] in self.blocks:
+            return value
+        self.constants["output"] = output = self._in_pool(node, value)
+        self.lines.append(f"output.copy_({self.names[node]})")
+        return output
+
+
+def _roots(graph: Graph) -> dict[Node, Node]:
+    """By node, the one whose memory it shares: itself, or its first argument's root for views and updates in place."""
+    roots: dict[Node, Node] = {}
+    for node in graph.nodes:
+        target = node.target
+        shares = node.op == "call_function" and (target is operator.getitem or _aliases(target))
+        roots[node] = roots[_node(node.args[0])] if shares else node
+    return roots
+
+
+def _last_uses(graph: Graph, roots: Mapping[Node, Node]) -> dict[Node, list[Node]]:
+    """By node, the roots that no later node uses."""
+    last = {roots[used]: node for node in graph.nodes for used in node.all_input_nodes}
+    ending: dict[Node, list[Node]] = {}
+    for root, node in last.items():
+        ending.setdefault(node, []).append(root)
+    return ending
+
+
+def _aliases(target: Any) -> bool:
+    return any(result.alias_info is not None for result in target._schema.returns)
+
+
+def _node(argument: Any) -> Node:
+    assert isinstance(argument, Node), f"expected a tensor first, got {argument!r}"
+    return argument

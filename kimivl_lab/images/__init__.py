@@ -1,0 +1,1 @@
+"""From files to patches: reading pictures, counting their sizes, cutting and normalising them."""

@@ -1,0 +1,68 @@
+"""Packed attention by `attention.c`: softmax(q k^T / sqrt(d)) v of every image, without a score in memory."""
+
+import ctypes
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..memory import empty_rows
+from .library import library
+from .memory import check, scratch
+
+_Strides = ctypes.c_int64 * 6
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """q, k, v (L, heads, d) bfloat16, offsets (m + 1,) int32, all on the host -> (L, heads, d), contiguous.
+
+    Rows past the last offset are not read and come out as zeros.
+
+    Raises:
+        ValueError: operands of other shapes or dtypes, or that want a gradient; offsets that fall or pass L; an image
+            longer than `max_seqlen`.
+        BuildError: no kernels on this machine.
+    """
+    kernels = library()
+    rows, heads, d = q.shape
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check(name, x, q.shape)
+    check("cu_seqlens", cu_seqlens, cu_seqlens.shape[:1], torch.int32)
+    if not heads or not d:
+        raise ValueError(f"there must be heads with channels, got {heads} heads of {d}")
+    offsets = cu_seqlens.tolist()
+    if not offsets or offsets[0] or offsets[-1] > rows or any(end < start for start, end in pairwise(offsets)):
+        raise ValueError(f"offsets must rise from 0 to at most {rows}, the rows of q, got {offsets}")
+    longest = longest_image(offsets, max_seqlen)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    cu_seqlens = cu_seqlens.contiguous()
+    out = empty_rows(rows, heads * d, q.dtype).view(q.shape)
+    out[offsets[-1] :].zero_()
+    threads, each = torch.get_num_threads(), kernels.attention_scratch(longest, d)
+    failed = kernels.attention(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        _Strides(*(x.stride(axis) for x in (q, k, v) for axis in (0, 1))),
+        out.data_ptr(),
+        cu_seqlens.data_ptr(),
+        len(offsets) - 1,
+        heads,
+        d,
+        d**-0.5,
+        threads,
+        scratch(threads * each).data_ptr(),
+        each,
+    )
+    if failed:
+        raise MemoryError("packed attention: no memory for its list of tasks")
+    return out
+
+
+def longest_image(offsets: Sequence[int], max_seqlen: int) -> int:
+    """Patches of the longest image between `offsets`. ValueError if the bound `max_seqlen` is below it."""
+    longest = max((end - start for start, end in pairwise(offsets)), default=0)
+    if longest > max_seqlen:
+        raise ValueError(f"max_seqlen {max_seqlen} is below the longest image, {longest} patches")
+    return longest

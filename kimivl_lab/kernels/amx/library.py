@@ -1,0 +1,159 @@
+"""The kernels' C code, compiled on the machine that runs it: once, in seconds, by its own C compiler.
+
+The library is plain C without Python's or torch's headers, called through ctypes, so one build serves every Python and
+every torch. It lies in the user's cache, named by a hash of what it was made of; two processes that build it at once
+end with the same file. It is not linked to an OpenMP runtime: torch has one loaded, whose threads it shares.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+_LOG = logging.getLogger(__name__)
+_SOURCES = ("tiles.h", "attention.c", "linear.c", "rope.c")
+_FLAGS = (
+    "-O3 -std=gnu11 -Wall -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mfma -mamx-tile -mamx-bf16 "
+    "-fopenmp -fvisibility=hidden -fPIC"
+)
+_TIMEOUT_S = 120
+
+_POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_SIGNATURES = {
+    "attention_scratch": (_SIZE, (_INT, _INT)),
+    "attention": (
+        _INT,
+        (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, ctypes.c_float, _INT, _POINTER)
+        + (_SIZE,),
+    ),
+    "rotate": (None, (_POINTER, ctypes.c_int64, _POINTER, _INT, _INT, _INT, _INT)),
+    "linear_scratch": (_SIZE, (_INT, _INT)),
+    "pack_weight": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
+    "linear": (
+        None,
+        (_POINTER, ctypes.c_int64, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)
+        + (_SIZE,),
+    ),
+}
+
+
+class BuildError(RuntimeError):
+    """There are no kernels on this machine; the message says why."""
+
+
+def amx_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot run on `device` in `dtype`, or None when they can. Builds them if they are to be had."""
+    if device.type != "cpu":
+        return f"the AMX kernels are for CPUs, not for {device.type}"
+    if dtype != torch.bfloat16:
+        return f"the AMX kernels take bfloat16, not {dtype}"
+    try:
+        library()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def library() -> ctypes.CDLL:
+    """The loaded kernels. BuildError if this machine cannot have them."""
+    found = _load()
+    if isinstance(found, str):
+        raise BuildError(found)
+    return found
+
+
+@cache
+def _load() -> ctypes.CDLL | str:
+    """Tried once a process: the library, or why there is none."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"the AMX kernels are for Linux on x86-64, not for {sys.platform} on {platform.machine()}"
+    try:
+        if not (torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported()):
+            return "this processor has no matrix extensions (AMX) for bfloat16"
+        if not torch.cpu._init_amx():
+            return "the operating system does not let this process use the processor's matrix extensions (AMX)"
+        target = _target()
+        _build_unless_there(target)
+        try:
+            return _open(target)
+        except (OSError, AttributeError):  # a damaged file: once more
+            target.unlink()
+            _build_unless_there(target)
+            return _open(target)
+    except (BuildError, OSError, AttributeError, RuntimeError, ValueError) as error:  # whatever torch, CC and HOME hold
+        return f"the AMX kernels could not be built: {error}"
+
+
+def _open(target: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(target))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def cache_directory() -> Path:
+    """Where the built library lies: kimivl-lab in $XDG_CACHE_HOME, by default ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimivl-lab"
+
+
+def _target() -> Path:
+    """The library's file, named by all that goes into it."""
+    digest = hashlib.sha256(repr((_compiler(), _FLAGS, sorted(_sources().items()))).encode()).hexdigest()[:16]
+    return cache_directory() / f"amx-{digest}.so"
+
+
+def _sources() -> dict[str, bytes]:
+    return {name: files("kimivl_lab.kernels.amx").joinpath(name).read_bytes() for name in _SOURCES}
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc")), None)
+    if named is None:
+        raise BuildError("they need a C compiler, and neither cc nor gcc is installed")
+    return shlex.split(named)
+
+
+def _build_unless_there(target: Path) -> None:
+    if target.exists():
+        return
+    _LOG.info("building the AMX kernels with %s: once, a few seconds", shlex.join(_compiler()))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        for name, text in _sources().items():
+            (Path(folder) / name).write_bytes(text)
+        built = _compile(_compiler(), Path(folder))
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
+        built.replace(target)
+
+
+def _compile(compiler: list[str], folder: Path) -> Path:
+    objects = []
+    for source in sorted(folder.glob("*.c")):
+        objects.append(source.with_suffix(".o"))
+        _run([*compiler, *_FLAGS.split(), "-c", str(source), "-o", str(objects[-1])])
+    linked = folder / "amx.so"  # without -fopenmp: OpenMP's symbols are those of the runtime that torch has loaded
+    _run([*compiler, "-shared", *map(str, objects), "-lm", "-o", str(linked)])
+    return linked
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took more than {_TIMEOUT_S} s") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+        raise BuildError(f"{command[0]} said {next((line for line in said if 'error' in line), said[0])}")

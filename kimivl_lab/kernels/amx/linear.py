@@ -1,0 +1,94 @@
+"""A linear layer by `linear.c`: activation(x W^T + b) + residual in one pass, from a packed copy of W.
+
+`packed_linear` is an operator of torch.library, `kimivl_lab::packed_linear`, with the packed weight as data: a trace
+holds it as one node.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..memory import empty_rows
+from .library import library
+from .memory import aligned, check, scratch
+
+_SIDE, _TILE = 32, 512  # as in tiles.h
+
+
+def pack(weight: Tensor) -> Tensor:
+    """(out, in) bfloat16 -> (out / 32, in / 32, 2, 512), rounded up: the same numbers as tiles, and zeros.
+
+    ValueError unless `weight` is plain memory on the host.
+    """
+    kernels = library()
+    check("weight", weight, weight.shape)
+    weight = weight.contiguous()
+    shape = _packed_shape(*weight.shape)
+    packed = aligned(math.prod(shape), weight.dtype).view(shape)
+    kernels.pack_weight(weight.data_ptr(), *weight.shape, packed.data_ptr(), torch.get_num_threads())
+    return packed
+
+
+def multiply(
+    x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None, residual: Tensor | None, gelu_tanh: bool
+) -> Tensor:
+    """(L, in) -> (L, out) bfloat16, contiguous.
+
+    Args:
+        packed: `pack` of the weight (out, in).
+        bias, residual: (out,) and (L, out), or None.
+        gelu_tanh: whether the activation is gelu_tanh or none; it comes before the residual.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together, or what wants a gradient.
+        BuildError: no kernels on this machine.
+    """
+    kernels = library()
+    rows, inputs = x.shape
+    check("x", x, x.shape)
+    check("the packed weight", packed, _packed_shape(out_features, inputs))
+    if bias is not None:
+        check("bias", bias, (out_features,))
+        bias = bias.contiguous()
+    if residual is not None:
+        check("residual", residual, (rows, out_features))
+        residual = residual.contiguous()
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = empty_rows(rows, out_features, x.dtype)
+    if not rows or not out_features:
+        return y
+    threads = torch.get_num_threads()
+    each = kernels.linear_scratch(rows, inputs)
+    kernels.linear(
+        x.data_ptr(),
+        x.stride(0),
+        rows,
+        inputs,
+        packed.data_ptr(),
+        out_features,
+        None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        gelu_tanh,
+        y.data_ptr(),
+        threads,
+        scratch(threads * each).data_ptr(),
+        each,
+    )
+    return y
+
+
+packed_linear = torch.library.custom_op("kimivl_lab::packed_linear", multiply, mutates_args=())
+
+
+@packed_linear.register_fake
+def _(
+    x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None, residual: Tensor | None, gelu_tanh: bool
+) -> Tensor:
+    return x.new_empty((x.shape[0], out_features))
+
+
+def _packed_shape(outputs: int, inputs: int) -> tuple[int, int, int, int]:
+    if inputs < 1:
+        raise ValueError(f"a linear layer needs at least 1 input, got {inputs}")
+    return -(-outputs // _SIDE), -(-inputs // _SIDE), 2, _TILE

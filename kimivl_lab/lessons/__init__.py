@@ -1,0 +1,1 @@
+"""Code that only the notebooks' lessons need."""

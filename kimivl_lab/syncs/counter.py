@@ -1,0 +1,162 @@
+"""Counting host syncs: the moments at which Python waits for the GPU before it goes on.
+
+    counter = count_host_syncs(fn, *args)      # counter.total, .by_kind, .events (kind, file, line, function), .value
+    with HostSyncCounter(error=True): ...      # the first sync raises HostSyncError, which names its line
+
+On a CUDA device the syncs are those that torch.cuda.set_sync_debug_mode reports, launches and bytes the profiler's.
+Where there is none the same code runs on a pretended one, under the rules in `device_costs`; `on_device` puts tensors
+and modules on whichever it is.
+"""
+
+import copy
+import dataclasses
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from . import cuda as cuda_syncs
+from . import pretend as device_tensor
+from . import rules as device_costs
+
+_MODULES = (cuda_syncs, device_costs, device_tensor, warnings)
+_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, __file__, *(module.__file__ for module in _MODULES))
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSync:
+    """One wait: its kind, and the innermost line that asked for it and is not torch's."""
+
+    kind: str
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {Path(self.file).name}:{self.line} in {self.function}"
+
+
+class HostSyncError(RuntimeError):
+    """The host would have waited for the device; `event` says where."""
+
+    def __init__(self, event: HostSync) -> None:
+        super().__init__(f"host sync: {event.kind} at {event.file}:{event.line} in {event.function}")
+        self.event = event
+
+
+class HostSyncCounter(device_costs.Watcher):
+    """Counts what the code inside it makes the host wait for. The innermost of nested counters counts.
+
+    Args:
+        error: the first wait raises `HostSyncError`, before it happens.
+        pretended: whether to count on a pretended device; None: where there is no CUDA device.
+
+    Attributes:
+        events: every wait, in order.
+        staged: non-blocking copies between the device and pageable memory, in order. The driver copies them through a
+            buffer of its own and may wait for the stream first; torch's debug mode does not see them, and `total`
+            leaves them out.
+        launches: kernels launched; on a pretended device, operators that launch at least one.
+        bytes_to_device, bytes_to_host: copied each way.
+        value: what the function given to `count_host_syncs` returned.
+    """
+
+    def __init__(self, *, error: bool = False, pretended: bool | None = None) -> None:
+        super().__init__()
+        self.error = error
+        self.pretended = _is_pretended(pretended)
+        self.events: list[HostSync] = []
+        self.staged: list[HostSync] = []
+        self.value: Any = None
+
+    @property
+    def total(self) -> int:
+        """Waits counted."""
+        return len(self.events)
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Waits of each kind, the most frequent first."""
+        return dict(Counter(event.kind for event in self.events).most_common())
+
+    def __enter__(self) -> Self:
+        self._device = self._watched_device()
+        self._device.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._device.__exit__(*error)
+
+    def wait(self, kind: str) -> None:
+        event = HostSync(kind, *_users_line())
+        if self.error:
+            raise HostSyncError(event)
+        self.events.append(event)
+
+    def stage(self, kind: str) -> None:
+        self.staged.append(HostSync(kind, *_users_line()))
+
+    def _watched_device(self) -> AbstractContextManager[Any]:
+        if self.pretended:
+            return device_tensor.PretendDevice(self)
+        return cuda_syncs.CudaWatch(self, error=self.error, profiled=not self.error)
+
+
+def count_host_syncs(
+    fn: Callable[..., Any], *args: Any, error: bool = False, pretended: bool | None = None, **kwargs: Any
+) -> HostSyncCounter:
+    """Runs `fn(*args, **kwargs)` once and counts; see `HostSyncCounter`.
+
+    What `fn` finds on the host stays there: move its arguments with `on_device` first, or inside `fn`.
+    """
+    with HostSyncCounter(error=error, pretended=pretended) as counter:
+        counter.value = fn(*args, **kwargs)
+    return counter
+
+
+def on_device(value: Any, *, pretended: bool | None = None) -> Any:
+    """A copy of a tensor, module, dataclass, list, tuple or dict of them, on the device that the counter counts on.
+
+    On a pretended device a module's copy shares its weights' memory.
+    """
+    if _is_pretended(pretended):
+        return _rebuilt(value, device_tensor.pretend_tensor, device_tensor.pretend_module)
+    return _rebuilt(value, Tensor.cuda, lambda module: copy.deepcopy(module).cuda())
+
+
+def _rebuilt(value: Any, tensor: Callable[[Tensor], Any], module: Callable[[nn.Module], Any]) -> Any:
+    """`value` with `tensor` and `module` applied to those in it; lists, tuples, dicts and dataclasses are rebuilt,
+    anything else is returned as it is."""
+    if isinstance(value, nn.Module):
+        return module(value)
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            field.name: _rebuilt(getattr(value, field.name), tensor, module) for field in dataclasses.fields(value)
+        }
+        return dataclasses.replace(value, **fields)
+    if type(value) is dict:
+        return {key: _rebuilt(item, tensor, module) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_rebuilt(item, tensor, module) for item in value)
+    return value
+
+
+def _is_pretended(pretended: bool | None) -> bool:
+    return not torch.cuda.is_available() if pretended is None else pretended
+
+
+def _users_line() -> tuple[str, int, str]:
+    """File, line and function of the innermost frame that is neither torch's nor the counter's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname
