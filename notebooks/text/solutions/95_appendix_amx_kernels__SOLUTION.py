@@ -9,16 +9,16 @@
 #     language: python
 #     name: python3
 #   kimivl_lab:
-#     question: Solutions to the exercises of Kernels of one's own
+#     question: Solutions to the exercises of the appendix on kernels of one's own
 #     minutes_cpu: 1
 #     gpu: optional
 #     data: none
 # ---
 
 # %% [markdown]
-# # Kernels of one's own: solutions
+# # Appendix: kernels of one's own: solutions
 #
-# The exercises of [45_amx_kernels](../45_amx_kernels.ipynb), solved. Try them there first.
+# The exercises of [95_appendix_amx_kernels](../95_appendix_amx_kernels.ipynb), solved. Try them there first.
 
 # %% tags=["nbval-ignore-output"]
 import warnings

@@ -16,7 +16,7 @@
 # ---
 
 # %% [markdown]
-# # Kernels of one's own
+# # Appendix: kernels of one's own
 #
 # ## The question
 #
@@ -422,7 +422,7 @@ print(f"fc0 of 1,024 rows: {read['second'] / cycles:.0f} bytes a cycle from the 
 # %% [markdown]
 # ## Exercises
 #
-# Solved in [solutions/45_amx_kernels__SOLUTION.ipynb](solutions/45_amx_kernels__SOLUTION.ipynb).
+# Solved in [solutions/95_appendix_amx_kernels__SOLUTION.ipynb](solutions/95_appendix_amx_kernels__SOLUTION.ipynb).
 #
 # **1.** How much slack is legal? The largest whole power of two that a weight may reach, if a float32 sum of $2^{20}$ of them must not overflow; and if the weights themselves are stored as float16, or as float8 (e4m3).
 
