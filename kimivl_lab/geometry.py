@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .checks import as_positive, as_positive_pair
+
 PATCH_SIZE = 14
 MERGE_KERNEL_SIZE = (2, 2)
 IN_TOKEN_LIMIT = 4096
@@ -128,11 +130,10 @@ def image_geometry(
 
     Source: the published KimiVLImageProcessor (rescale, then pad or crop, then the 512 check).
     """
-    kh, kw = merge_kernel_size
-    settings = {"width": width, "height": height, "in_token_limit": in_token_limit, "patch_size": patch_size}
-    for name, value in (*settings.items(), ("merge_kernel_size", kh), ("merge_kernel_size", kw)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    width, height = as_positive("width", width), as_positive("height", height)
+    in_token_limit = as_positive("in_token_limit", in_token_limit)
+    patch_size = as_positive("patch_size", patch_size)
+    kh, kw = as_positive_pair("merge_kernel_size", merge_kernel_size)
 
     resized_width, resized_height = width, height
     whole_patches = (width // patch_size) * (height // patch_size)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from kimivl_lab.checks import accepted_kwargs, filter_kwargs, require_known_kwargs
+from kimivl_lab.kimi_vl.processor_kwargs import accepted_kwargs, filter_kwargs
 
 
 class Processor:
@@ -126,9 +126,3 @@ def test_dropping_is_returned_and_warned_every_time():
 def test_nothing_dropped_is_silent(recwarn):
     assert filter_kwargs(Processor().preprocess, {"size": 1}) == ({"size": 1}, {})
     assert not recwarn
-
-
-def test_required_names_are_told_with_the_closest():
-    require_known_kwargs({"size": 1}, {"size", "mean"}, "Processor")
-    with pytest.raises(TypeError, match=r"Processor.*'sizee' \(did you mean 'size'\?\), 'zzz'; it accepts mean, size"):
-        require_known_kwargs({"sizee": 1, "zzz": 2, "mean": 3}, {"size", "mean"}, "Processor")

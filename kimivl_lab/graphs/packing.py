@@ -6,11 +6,12 @@ larger than every budget runs eager, alone. The greedy rules are vLLM's, read in
 """
 
 import math
-import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from ..checks import as_positive
 
 Cost: TypeAlias = Callable[[int], float] | Mapping[int, float]
 
@@ -118,17 +119,6 @@ def as_budgets(budgets: Iterable[int]) -> list[int]:
     if not ladder:
         raise ValueError("budgets are empty: give at least one, in merged tokens")
     return ladder
-
-
-def as_positive(name: str, value: int) -> int:
-    """`value`. ValueError that names it if it is not a positive integer."""
-    try:
-        whole = operator.index(value)
-    except TypeError:
-        whole = 0
-    if whole < 1 or isinstance(value, bool):
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return whole
 
 
 def _pack_greedily(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_backend
 
+from ..checks import as_positive
 from ..config import MoonViTConfig
 from ..geometry import Grid, as_grid_list
 from ..moonvit.model import MoonVitPretrainedModel
@@ -26,7 +27,7 @@ from .backends import Graph, resolve_backend
 from .engine_protocol import EncoderItemSpec, ImageInputs, SupportsEncoderCudaGraph, TowerGraphs
 from .guards import position_caches_untouched
 from .inputs import StaticInputs
-from .packing import PACKERS, Cost, Replay, as_budgets, as_positive
+from .packing import PACKERS, Cost, Replay, as_budgets
 from .stats import Calls, GraphCalls, RunnerStats
 from .weights import CapturedWeights
 

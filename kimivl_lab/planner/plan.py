@@ -12,8 +12,9 @@ from typing import Literal
 
 import numpy as np
 
+from ..checks import as_positive
 from ..geometry import IN_TOKEN_LIMIT
-from ..graphs.packing import Cost, as_budgets, as_positive
+from ..graphs.packing import Cost, as_budgets
 from .engines import ENGINES, static_bytes
 from .search import Problem, search_budgets
 from .vllm import default_max_images, powers_of_two

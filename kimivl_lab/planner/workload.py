@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ..checks import as_positive
 from ..geometry import IN_TOKEN_LIMIT, image_geometry
 from ..graphs.traffic import Traffic
 
@@ -48,9 +49,7 @@ def count_tokens(sizes: Iterable[Size], in_token_limit: int = IN_TOKEN_LIMIT) ->
     for size in sizes:
         if not 2 <= len(size) <= 3:
             raise ValueError(f"a size is (width, height) or (width, height, count), got {size!r}")
-        count = size[2] if len(size) == 3 else 1
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"the count of size {size!r} must be a positive integer")
+        count = as_positive(f"the count of size {size!r}", size[2] if len(size) == 3 else 1)
         counts[image_geometry(size[0], size[1], in_token_limit=in_token_limit).tokens] += count
     if not counts:
         raise ValueError("no image sizes: a plan needs at least one")
