@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .moonvit.model import MoonVitPretrainedModel
     from .parallel.data_parallel import run_dp_sharded_vision_model
     from .planner.plan import plan_budgets
-    from .syncs.counter import count_host_syncs
+    from .syncs.counter import count_host_syncs, on_device
 
 __all__ = [
     "EncoderCudaGraphRunner",
@@ -50,6 +50,7 @@ __all__ = [
     "build_merge_gather_idx",
     "count_host_syncs",
     "image_geometry",
+    "on_device",
     "patch_merger",
     "patch_merger_packed",
     "plan_budgets",
@@ -70,6 +71,7 @@ _HOME = {
     "MoonVitPretrainedModel": ".moonvit.model",
     "build_merge_gather_idx": ".moonvit.merger",
     "count_host_syncs": ".syncs.counter",
+    "on_device": ".syncs.counter",
     "image_geometry": ".geometry",
     "patch_merger": ".moonvit.merger",
     "patch_merger_packed": ".moonvit.merger",

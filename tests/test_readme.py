@@ -1,4 +1,4 @@
-"""README.md and data/README.md say what is so: tables, commands and code are read from them and checked."""
+"""README.md, CONTRIBUTING.md and data/README.md say what is so: tables, commands and code are read and checked."""
 
 import re
 import shlex
@@ -7,7 +7,6 @@ import socket
 import statistics
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,14 +15,16 @@ from PIL import Image
 from kimivl_lab import KimiVLConfig, KimiVLEncoder, KimiVLImageProcessor, image_geometry
 from kimivl_lab.commands import main as cli
 from kimivl_lab.datasets import load_sizes
+from kimivl_lab.lessons.minutes import table_rows
 from kimivl_lab.measure.records import find_record
 from kimivl_lab.report.ladder import kept_records, source_of
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 DATA_README = (ROOT / "data" / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
-TARGETS = dict(re.findall(r"^([.a-z]+):.*## (.*)$", MAKEFILE, re.MULTILINE))
+TARGETS = dict(re.findall(r"^([.a-z-]+):.*## (.*)$", MAKEFILE, re.MULTILINE))
 
 
 def table(text, heading):
@@ -36,22 +37,18 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-def test_the_table_of_notebooks_is_their_metadata():
-    rows = []
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        needs = nbformat.read(path, as_version=4).metadata["kimivl_lab"]
-        link = f"[{path.stem}](notebooks/{path.name})"
-        rows.append([link, needs["question"], str(needs["minutes_cpu"]), needs["gpu"], needs["data"]])
-    assert table(README, "notebook") == rows
+def test_the_table_of_notebooks_is_theirs():
+    assert table(README, "notebook") == table_rows()
 
 
 def test_the_table_of_commands_is_the_makefiles():
-    assert table(README, "command") == [[f"`make {name}`", words] for name, words in TARGETS.items()]
+    assert table(CONTRIBUTING, "command") == [[f"`make {name}`", words] for name, words in TARGETS.items()]
 
 
 def test_every_make_command_exists():
-    code = re.findall(r"`([^`\n]+)`", README) + [line for block in blocks("bash") for line in block.splitlines()]
-    named = {match[1] for one in code if (match := re.match(r"make (?:[A-Z]+=\S+ )?(\.?[a-z]+)", one))}
+    code = re.findall(r"`([^`\n]+)`", README + CONTRIBUTING)
+    code += [line for block in blocks("bash") for line in block.splitlines()]
+    named = {match[1] for one in code if (match := re.match(r"make (?:[A-Z]+=\S+ )?(\.?[a-z-]+)", one))}
     assert {"run", "test"} <= named <= TARGETS.keys()
 
 
@@ -82,7 +79,7 @@ def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys, rank_of_one):
     monkeypatch.chdir(tmp_path)
     names = {}
     code = blocks("python")
-    assert len(code) == 6
+    assert len(code) == 4
     for block in code:
         exec(compile(block, "README.md", "exec"), names)
     printed = capsys.readouterr().out.splitlines()
@@ -100,7 +97,7 @@ def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys, rank_of_one):
 
 def test_the_command_lines_are_understood():
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("kimivl-lab")]
-    assert len(lines) == 6
+    assert len(lines) == 5
     for line in lines:
         arguments = cli._parser().parse_args(shlex.split(line, comments=True)[1:])
         paths = getattr(arguments, "images", None) or []
@@ -108,7 +105,7 @@ def test_the_command_lines_are_understood():
             assert (ROOT / path).exists()
 
 
-@pytest.mark.parametrize(("text", "folder"), [(README, ROOT), (DATA_README, ROOT / "data")], ids=["README", "data"])
+@pytest.mark.parametrize(("text", "folder"), [(README, ROOT), (CONTRIBUTING, ROOT), (DATA_README, ROOT / "data")])
 def test_links_lead_somewhere(text, folder):
     for target in re.findall(r"\]\((?!https?:|#)([^)]+)\)", text):
         assert (folder / target).exists(), target

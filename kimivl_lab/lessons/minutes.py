@@ -1,0 +1,49 @@
+"""How long a notebook takes a person: 150 words or 8 lines of code a minute, and 8 minutes an exercise.
+
+`python -m kimivl_lab.lessons.minutes` prints the README's table of notebooks.
+
+Test: tests/test_readme.py.
+"""
+
+import re
+from pathlib import Path
+
+import nbformat
+
+from ..datasets import repository_root
+
+WORDS_A_MINUTE = 150
+LINES_A_MINUTE = 8
+MINUTES_AN_EXERCISE = 8
+ROUNDED_TO = 5  # minutes
+_EXERCISE = re.compile(r"^(?:###|\*\*)\s*(?:Exercise )?\d+[.:]", re.MULTILINE)  # **1.** or ### 1.
+
+
+def human_minutes(notebook: Path) -> int:
+    """Minutes to read `notebook` and do its exercises, rounded up to a multiple of 5.
+
+    1,500 words, 160 lines of code and 5 exercises give 10 + 20 + 40 = 70.
+    """
+    cells = nbformat.read(notebook, as_version=4).cells
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    lines = sum(bool(line.strip()) for cell in cells if cell.cell_type == "code" for line in cell.source.splitlines())
+    exercises = len(
+        re.findall(r"^(?:###|\*\*)\s*(?:Exercise )?\d+[.:]", prose.partition("## Exercises")[2], re.MULTILINE)
+    )
+    minutes = len(prose.split()) / WORDS_A_MINUTE + lines / LINES_A_MINUTE + exercises * MINUTES_AN_EXERCISE
+    return -int(-minutes // ROUNDED_TO) * ROUNDED_TO
+
+
+def table_rows() -> list[list[str]]:
+    """The README's lines: link, question, minutes to do, minutes to run, GPU."""
+    rows = []
+    for path in sorted((repository_root() / "notebooks").glob("*.ipynb")):
+        needs = nbformat.read(path, as_version=4).metadata["kimivl_lab"]
+        link = f"[{path.stem}](notebooks/{path.name})"
+        rows.append([link, needs["question"], str(human_minutes(path)), str(needs["minutes_cpu"]), needs["gpu"]])
+    return rows
+
+
+if __name__ == "__main__":
+    for row in table_rows():
+        print(f"| {' | '.join(row)} |")
