@@ -14,15 +14,36 @@ def order_of(names, **settings):
     return "".join(ran), timings
 
 
-def test_variants_run_in_turn_and_the_first_rotates():
-    ran, timings = order_of("ABC", warmup=0, repeats=4)
-    assert ran == "ABCBCACABABC"
-    assert {name: timing.repeats for name, timing in timings.items()} == {"A": 4, "B": 4, "C": 4}
+def test_every_round_runs_all_variants_in_a_new_order_of_the_seed():
+    ran, timings = order_of("ABC", warmup=0, repeats=60)
+    rounds = [ran[at : at + 3] for at in range(0, 180, 3)]
+    assert all(sorted(one) == ["A", "B", "C"] for one in rounds)
+    assert len(set(rounds)) == 6, "all orders occur"
+    assert {name: timing.repeats for name, timing in timings.items()} == {"A": 60, "B": 60, "C": 60}
+    assert order_of("ABC", warmup=0, repeats=60)[0] == ran
+    assert order_of("ABC", warmup=0, repeats=60, seed="another")[0] != ran
+
+
+def test_no_variant_gains_by_its_neighbours(monkeypatch):
+    """A clock on which a run costs what ran before it: equal variants come out equal, the other keeps its ratio."""
+    after = {"fills the cache": 0.5, "empties the cache": 2.0, "first": 1.0, "second": 1.0, "": 1.0}
+    now, before = 0.0, ""
+
+    def run(name):
+        nonlocal now, before
+        now, before = now + 1e6 * (3 if name == "fills the cache" else 1) * after[before], name
+
+    monkeypatch.setattr("time.perf_counter_ns", lambda: now)
+    variants = {name: lambda name=name: run(name) for name in after if name}
+    timings = time_interleaved(variants, repeats=1001)
+    first, second, threefold = (timings[name] for name in ("first", "second", "fills the cache"))
+    assert first == second == Timing(0.5, 1.0, 2.0, 1001)
+    assert threefold.p50_ms == 3 * first.p50_ms
 
 
 def test_warm_up_comes_first_and_is_not_counted():
     ran, timings = order_of("AB", warmup=2, repeats=3)
-    assert ran == "AABB" + "ABBAAB"
+    assert ran[:4] == "AABB" and len(ran) == 10
     assert timings["A"].repeats == 3
 
 

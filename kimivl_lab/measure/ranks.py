@@ -8,6 +8,7 @@ skew, is the rest.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..parallel.collectives import record_collectives
-from .timing import Timing
+from .timing import Timing, round_orders
 
 _SPLIT_ROUNDS = 2  # counting collectives waits for each, so these rounds are not among the timed ones
 
@@ -58,7 +59,9 @@ def time_on_ranks(
     *,
     repeats: int = 5,
 ) -> dict[str, RankTiming]:
-    """Runs each variant `repeats` times on all ranks of `group`, in turn; every rank gets the same result.
+    """Runs each variant `repeats` times on all ranks of `group`; every rank gets the same result.
+
+    Every round runs all variants in a new random order, the same order on every rank (see `measure.timing`).
 
     There is no warm-up: the check before it is one.
 
@@ -69,16 +72,17 @@ def time_on_ranks(
     rounds: dict[str, list[float]] = {name: [] for name in names}
     splits: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     counts: dict[str, tuple[int, int]] = {}
-    for index in range(repeats):
-        shift = index % len(names)
-        for name in names[shift:] + names[:shift]:
+    orders = round_orders(names, repeats + _SPLIT_ROUNDS)  # seeded alike: all ranks must run the same variant
+    for order in islice(orders, repeats):
+        for name in order:
             rounds[name].append(_seconds(variants[name], group, device))
-    for name in names * _SPLIT_ROUNDS:
-        with record_collectives() as log:
-            seconds = _seconds(variants[name], group, device)
-        shared = sum(one.seconds for one in log)
-        splits[name].append((seconds - shared, shared))
-        counts[name] = (len(log), sum(one.bytes for one in log))
+    for order in orders:
+        for name in order:
+            with record_collectives() as log:
+                seconds = _seconds(variants[name], group, device)
+            shared = sum(one.seconds for one in log)
+            splits[name].append((seconds - shared, shared))
+            counts[name] = (len(log), sum(one.bytes for one in log))
     ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(ranks, (rounds, splits, counts), group=group)
     return {name: _summary(*([one[part][name] for one in ranks] for part in range(3))) for name in names}

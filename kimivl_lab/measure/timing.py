@@ -1,12 +1,18 @@
 """The one timing function: warm-up, interleaved variants, median and p20-p80.
 
-Variants that are compared run in turn (A B C, B C A, ...), so that a machine whose speed drifts cannot favour one.
+All variants run once in every round, in a new random order each round. Rounds spread a drift of the machine's speed
+over all variants. The random order changes which variant ran before, because a variant finds the caches that its
+predecessor left: in a fixed cycle (A B C, B C A, ...) B always follows A, and of two equal functions the second
+measures faster.
 On a GPU the clock is a pair of device events; on a CPU it is `time.perf_counter_ns`.
+
+Test: tests/test_timing.py.
 """
 
 import gc
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,19 +47,28 @@ class Timing:
 _PERCENTILES = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
 
 
+def round_orders(names: Sequence[str], rounds: int, seed: int | str = 0) -> Iterator[list[str]]:
+    """The order in which the variants run, for each round: every name once, drawn from `seed`."""
+    generator = random.Random(seed)
+    for _ in range(rounds):
+        yield generator.sample(names, len(names))
+
+
 def time_interleaved(
     variants: Mapping[str, Callable[[], object]],
     *,
     device: torch.device | str = "cpu",
     warmup: int = 2,
     repeats: int = 10,
+    seed: int | str = 0,
     on_round: Callable[[int], object] | None = None,
 ) -> dict[str, Timing]:
-    """Times each callable of `variants` `repeats` times, in turn; the first to run rotates from round to round.
+    """Times each callable of `variants` in `repeats` rounds; every round runs all of them in a new random order.
 
     Args:
         device: where the work runs; "cuda" is timed with device events.
         warmup: uncounted runs of each variant first.
+        seed: of the orders. Give each case another one, or all cases share the neighbours of a few rounds.
         on_round: called with the number of finished rounds (progress).
     """
     if warmup < 0 or repeats < 1:
@@ -67,12 +82,11 @@ def time_interleaved(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for index in range(repeats):
-            shift = index % len(names)
-            for name in names[shift:] + names[:shift]:
+        for done, order in enumerate(round_orders(names, repeats, seed), start=1):
+            for name in order:
                 samples[name].append(clock(variants[name]))
             if on_round is not None:
-                on_round(index + 1)
+                on_round(done)
     finally:
         if collecting:
             gc.enable()
