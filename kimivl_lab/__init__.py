@@ -19,73 +19,48 @@ Where a name is known from elsewhere:
     get_dp_encoder_lb_assignment          get_dp_encoder_lb_assignment    get_load_balance_assignment
     EncoderCudaGraphRunner                ViTCudaGraphRunner              EncoderCudaGraphManager
     plan_budgets                          -                               encoder_cudagraph_token_budgets
+
+Test: tests/test_public_names.py.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from .config import EncoderOptions, KimiVLConfig, MoonViTConfig
-    from .geometry import ImageGeometry, image_geometry
-    from .graphs.runner import EncoderCudaGraphRunner
-    from .images.processor import KimiVLImageProcessor
-    from .kimi_vl.encoder import KimiVLEncoder
-    from .moonvit.merger import build_merge_gather_idx, patch_merger, patch_merger_packed, split_image_features
-    from .moonvit.metadata import EncoderMetadata, prepare_encoder_metadata
-    from .moonvit.model import MoonVitPretrainedModel
-    from .parallel.data_parallel import run_dp_sharded_vision_model
-    from .planner.plan import plan_budgets
-    from .syncs.counter import count_host_syncs, on_device
-
-__all__ = [
-    "EncoderCudaGraphRunner",
-    "EncoderMetadata",
-    "EncoderOptions",
-    "ImageGeometry",
-    "KimiVLConfig",
-    "KimiVLEncoder",
-    "KimiVLImageProcessor",
-    "MoonViTConfig",
-    "MoonVitPretrainedModel",
-    "build_merge_gather_idx",
-    "count_host_syncs",
-    "image_geometry",
-    "on_device",
-    "patch_merger",
-    "patch_merger_packed",
-    "plan_budgets",
-    "prepare_encoder_metadata",
-    "run_dp_sharded_vision_model",
-    "split_image_features",
-]
-
-_HOME = {
-    "EncoderCudaGraphRunner": ".graphs.runner",
-    "EncoderMetadata": ".moonvit.metadata",
-    "EncoderOptions": ".config",
-    "ImageGeometry": ".geometry",
-    "KimiVLConfig": ".config",
-    "KimiVLEncoder": ".kimi_vl.encoder",
-    "KimiVLImageProcessor": ".images.processor",
-    "MoonViTConfig": ".config",
-    "MoonVitPretrainedModel": ".moonvit.model",
-    "build_merge_gather_idx": ".moonvit.merger",
-    "count_host_syncs": ".syncs.counter",
-    "on_device": ".syncs.counter",
-    "image_geometry": ".geometry",
-    "patch_merger": ".moonvit.merger",
-    "patch_merger_packed": ".moonvit.merger",
-    "plan_budgets": ".planner.plan",
-    "prepare_encoder_metadata": ".moonvit.metadata",
-    "run_dp_sharded_vision_model": ".parallel.data_parallel",
-    "split_image_features": ".moonvit.merger",
+# Each public name and the module that defines it. Nothing is imported before its first use, so that `--help` on the
+# command line and the planner need no torch.
+_MODULE_OF = {
+    "EncoderCudaGraphRunner": "graphs.runner",
+    "EncoderMetadata": "moonvit.metadata",
+    "EncoderOptions": "config",
+    "ImageGeometry": "geometry",
+    "KimiVLConfig": "config",
+    "KimiVLEncoder": "kimi_vl.encoder",
+    "KimiVLImageProcessor": "images.processor",
+    "MoonViTConfig": "config",
+    "MoonVitPretrainedModel": "moonvit.model",
+    "build_merge_gather_idx": "moonvit.merger",
+    "count_host_syncs": "syncs.counter",
+    "image_geometry": "geometry",
+    "on_device": "syncs.counter",
+    "patch_merger": "moonvit.merger",
+    "patch_merger_packed": "moonvit.merger",
+    "plan_budgets": "planner.plan",
+    "prepare_encoder_metadata": "moonvit.metadata",
+    "run_dp_sharded_vision_model": "parallel.data_parallel",
+    "split_image_features": "moonvit.merger",
 }
 
+__all__ = list(_MODULE_OF)
 
-def __getattr__(name: str) -> object:
-    """Imports a public name when it is first used, so that `kimivl-lab --help` need not import torch."""
-    if name not in _HOME:
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name at its first use."""
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name], __name__), name)
+    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -1,4 +1,7 @@
-"""What lies in data/: sample photographs and the image sizes of real workloads."""
+"""Reads what data/ holds: sample images, and the image sizes of real workloads.
+
+Test: tests/test_datasets.py.
+"""
 
 import csv
 import random
@@ -16,8 +19,11 @@ WORKLOADS = {
 
 
 def repository_root() -> Path:
-    """The checkout: the nearest folder with a `pyproject.toml` and a `data` folder above this file, or above the
-    current folder when the package is installed elsewhere. FileNotFoundError if there is none."""
+    """The checkout of this project. FileNotFoundError if there is none.
+
+    It is the nearest folder with a `pyproject.toml` and a `data` folder above this file, or above the current folder
+    where the package is installed elsewhere.
+    """
     for start in (Path(__file__).resolve().parent, Path.cwd()):
         for folder in (start, *start.parents):
             if (folder / "pyproject.toml").is_file() and (folder / "data").is_dir():
@@ -26,7 +32,7 @@ def repository_root() -> Path:
 
 
 def data_path(*parts: str) -> Path:
-    """A path under data/. FileNotFoundError if nothing lies there."""
+    """A path under data/. FileNotFoundError if it does not exist."""
     path = repository_root().joinpath("data", *parts)
     if not path.exists():
         raise FileNotFoundError(f"data/{'/'.join(parts)} does not exist")
@@ -34,7 +40,7 @@ def data_path(*parts: str) -> Path:
 
 
 def sample_images() -> dict[str, Path]:
-    """The sample pictures, by the name of their file without its ending, in alphabetical order."""
+    """The sample images by the name of their file without its ending, in alphabetical order."""
     folder = data_path("images")
     return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in {".jpg", ".png"}}
 
@@ -48,10 +54,10 @@ def load_sizes(workload: str) -> list[tuple[int, int, int]]:
     if workload not in WORKLOADS:
         raise ValueError(f"unknown workload {workload!r}: one of {', '.join(WORKLOADS)}")
     with data_path("workloads", f"{workload}.csv").open(newline="") as file:
-        return [(int(row["width"]), int(row["height"]), int(row["count"])) for row in csv.DictReader(file)]
+        return [(int(line["width"]), int(line["height"]), int(line["count"])) for line in csv.DictReader(file)]
 
 
 def draw_sizes(workload: str, count: int, seed: int = 0) -> list[tuple[int, int]]:
     """`count` image sizes (width, height) drawn from a workload by frequency; the same for the same seed."""
-    rows = load_sizes(workload)
-    return random.Random(seed).choices([row[:2] for row in rows], [row[2] for row in rows], k=count)
+    sizes = load_sizes(workload)
+    return random.Random(seed).choices([size[:2] for size in sizes], [size[2] for size in sizes], k=count)

@@ -1,6 +1,8 @@
 """The names that users import from the package itself."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 
@@ -9,13 +11,20 @@ import kimivl_lab
 PROMISED = {
     *("MoonViTConfig", "KimiVLConfig", "MoonVitPretrainedModel", "EncoderMetadata", "prepare_encoder_metadata"),
     *("KimiVLImageProcessor", "KimiVLEncoder", "EncoderCudaGraphRunner", "plan_budgets"),
-    *("run_dp_sharded_vision_model", "count_host_syncs", "split_image_features"),
+    *("run_dp_sharded_vision_model", "count_host_syncs", "on_device", "split_image_features", "image_geometry"),
+    *("build_merge_gather_idx", "patch_merger", "patch_merger_packed", "EncoderOptions"),
 }
 
 
 def test_every_promised_name_is_listed():
     assert set(kimivl_lab.__all__) >= PROMISED
     assert kimivl_lab.__all__ == sorted(kimivl_lab.__all__)
+
+
+def test_names_are_listed_before_their_first_use_and_nothing_heavy_is_imported():
+    program = "import sys, kimivl_lab\nprint(set(kimivl_lab.__all__) <= set(dir(kimivl_lab)), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
 
 
 @pytest.mark.parametrize("name", kimivl_lab.__all__)

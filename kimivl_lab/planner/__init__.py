@@ -1,1 +1,1 @@
-"""Token budgets from the sizes of your own images; plain integers, no torch."""
+"""Token budgets for CUDA graphs, from the sizes of your images. Plain integers and numpy, no torch."""

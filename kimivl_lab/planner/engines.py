@@ -1,28 +1,32 @@
-"""What differs between this library and vLLM when graphs run by budget: packing, rows of a graph, buffers."""
+"""The two engines that a plan can be made for, this library and vLLM, where their graphs differ.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+Test: tests/test_budgets.py.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
 
 from .vllm import WIDEST_ROW, vllm_rows
 
 
-@dataclass(frozen=True)
-class Engine:
-    """Attributes:
-    packing: a key of `PACKERS`.
-    rows: (merged tokens, most images) -> merged tokens of the smallest graph that holds them.
-    widest_image: merged tokens up to which an image's share of a budget is allocated exactly; None: always.
-    shares_buffers: all graphs use one set of static buffers, as large as the largest needs; or each has its own.
+class LabEngine:
+    """This library: exact packing, graphs that compute their budget, one set of static buffers for all graphs.
+
+    Attributes:
+        packing: how a call is cut into replays; a key of `PACKERS`.
+        shares_buffers: all graphs use one set of static buffers, as large as the largest graph needs.
     """
 
-    packing: str
-    rows: Callable[[int, int], int]
-    widest_image: int | None
-    shares_buffers: bool
+    packing: Literal["exact", "next_fit_deferred"] = "exact"
+    shares_buffers = True
 
-    def slots(self, largest_image: int, images: int) -> int:
-        """Images in one replay for calls of `images`: more where the largest would not be allocated exactly."""
-        return images if self.widest_image is None else max(images, -(-largest_image // self.widest_image))
+    def rows(self, tokens: int, max_images: int) -> int:
+        """Merged tokens that the smallest graph computes that holds `tokens`."""
+        return tokens
+
+    def default_max_images(self, largest_image: int, images_per_call: int) -> int:
+        """Most images in one replay, where the caller does not say: those of one call."""
+        return images_per_call
 
     def memory(self, budgets: Sequence[int], max_images: int) -> int:
         """Bytes of the static buffers of all graphs."""
@@ -30,10 +34,22 @@ class Engine:
         return max(needs) if self.shares_buffers else sum(needs)
 
 
-ENGINES = {
-    "lab": Engine("exact", lambda tokens, max_images: tokens, widest_image=None, shares_buffers=True),
-    "vllm": Engine("next_fit_deferred", vllm_rows, widest_image=WIDEST_ROW, shares_buffers=False),
-}
+class VllmEngine(LabEngine):
+    """vLLM: its packing rule, graphs that may compute more than their budget, static buffers for each graph."""
+
+    packing = "next_fit_deferred"
+    shares_buffers = False
+
+    def rows(self, tokens: int, max_images: int) -> int:
+        return vllm_rows(tokens, max_images)
+
+    def default_max_images(self, largest_image: int, images_per_call: int) -> int:
+        # With this many images in a replay, each image's part of the largest budget fits one row of vLLM's layout, so
+        # no budget has to be rounded up to a multiple of the widest row.
+        return max(images_per_call, -(-largest_image // WIDEST_ROW))
+
+
+ENGINES = {"lab": LabEngine(), "vllm": VllmEngine()}
 
 
 def static_bytes(
@@ -46,12 +62,13 @@ def static_bytes(
     text_hidden_size: int = 2048,
     element_size: int = 2,
 ) -> int:
-    """Bytes of a graph's static input and output of so many merged tokens; the published Kimi-VL in bfloat16:
+    """Bytes of a graph's static input and output for `tokens` merged tokens.
 
         tokens * (merge_size * (patch_dim * e + hidden_size * e + head_dim / 2 * 2 * 4 + 8) + text_hidden_size * e)
 
-    with e bytes an element: pixels, position embeddings, rope in float32, gather index in int64, and the rows for the
-    language model. 4 * 3,776 + 4,096 = 19,200 bytes a token. The offsets, 4 bytes an image, are not counted.
+    with e bytes an element: pixels, position embeddings, rope in float32, gather index in int64, and the vectors for
+    the language model. The offsets, 4 bytes an image, are not counted. The defaults are the published Kimi-VL in
+    bfloat16: 4 * 3,776 + 4,096 = 19,200 bytes a token.
     """
     patch = (patch_dim + hidden_size) * element_size + head_dim * 4 + 8
     return tokens * (merge_size * patch + text_hidden_size * element_size)

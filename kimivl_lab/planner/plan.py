@@ -1,43 +1,43 @@
-"""Which budgets to capture: those that replay a workload with the fewest rows for nothing.
+"""Chooses token budgets for CUDA graphs from the sizes of your images, and reports what any budgets waste.
 
-One image a call, exact: each image is replayed in the smallest budget that holds it, so the best budgets are the best
-staircase over the distribution of merged tokens (`staircase`). Several images a call, a search (`search`) over calls
-that are drawn from the workload; the waste is then reported on other calls than those it has seen.
+A graph of budget B computes B merged tokens, however few its images need. With images of 3 and 7 tokens, one in a call,
+the budgets [3, 7] waste nothing; the one budget [7] computes 14 tokens for 10 real ones, a waste of 1.4.
+
+Test: tests/test_budgets.py.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from ..checks import as_positive
 from ..geometry import IN_TOKEN_LIMIT
-from ..graphs.packing import Cost, as_budgets
-from .engines import ENGINES, static_bytes
-from .search import Problem, search_budgets
+from ..graphs.packing import as_budgets
+from .engines import ENGINES
+from .inputs import PlanInputs
+from .search import search_budgets
 from .vllm import default_max_images, powers_of_two
-from .workload import Size, count_tokens
+from .workload import Size
 
-REPORTED_CALLS = 2000  # of each size, drawn for the report
+REPORTED_CALLS = 2000  # drawn for the report, for each number of images in a call
 
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """Budgets, and what they make of a workload.
+    """Budgets, and how a workload runs in them.
 
     Attributes:
-        engine: whose packing, allocation and buffers are counted; a key of `ENGINES`.
+        engine: whose packing, graphs and static buffers are counted; a key of `ENGINES`.
         budgets: merged tokens, ascending.
         max_images: most images in one replay.
         rows: merged tokens that the graph of each budget computes.
-        waste: by images per call, replayed rows / real rows, 1 for none; an eager image counts as it is.
+        waste: by images per call, tokens computed / real tokens: 1 means no waste. An eager image computes its tokens.
         replays: by images per call, the share of all replays that each budget has.
-        eager: by images per call, the share of all replays that are eager, of images above every budget.
-        memory: bytes of the static buffers (`static_bytes`); what graphs keep besides them is not counted.
-        exact: no other budgets cost less. False where they were searched for, or given.
-        powers_of_two: what vLLM captures by itself, packed and allocated by vLLM, on the same calls.
+        eager: by images per call, the share of all replays that run eager, because an image exceeds every budget.
+        memory: bytes of the static buffers (`static_bytes`). Other memory of graphs is not counted.
+        exact: True if no other budgets compute fewer tokens. False where the budgets were searched for, or given.
+        powers_of_two: vLLM's default budgets on the same calls, packed by vLLM's rule.
     """
 
     engine: str
@@ -57,7 +57,6 @@ def plan_budgets(
     images_per_call: Sequence[int] = (1,),
     max_graphs: int = 8,
     memory_limit: int | None = None,
-    costs: Literal["rows"] | Cost = "rows",
     *,
     in_token_limit: int = IN_TOKEN_LIMIT,
     max_images: int | None = None,
@@ -65,36 +64,46 @@ def plan_budgets(
     seed: int = 0,
     on_progress: Callable[[float], object] = lambda share: None,
 ) -> BudgetPlan:
-    """The budgets for a workload: exact for one image a call, searched for several.
+    """Chooses the budgets that compute the fewest tokens for a workload.
+
+    The result is exact for one image per call, and searched for several.
 
     Args:
         sizes: (width, height) or (width, height, count), in pixels.
-        images_per_call: images that arrive together; of several numbers the mean waste is brought down.
+        images_per_call: how many images arrive together. With several numbers, the mean of their waste is lowered.
         max_graphs: most budgets.
-        memory_limit: bytes of static buffers. Shared buffers bound the largest budget, those of one graph each also how
-            many there are. Images above the largest budget run eager.
-        costs: of one replay. "rows" that the graph computes; a function of the budget; or a mapping, of measured time,
-            say, which then also says which budgets there may be.
+        memory_limit: bytes of static buffers. Where graphs share buffers it bounds the largest budget; where each graph
+            has its own it also bounds how many there are. Images above the largest budget run eager.
         in_token_limit: of the image processor, in patches.
-        max_images: most images in one replay. By default as many as arrive together; for vLLM more, where that lets it
-            allocate the largest image exactly.
-        engine: "lab", exact packing and shared buffers; "vllm", its rule, its allocation, its buffers.
+        max_images: most images in one replay. The default is the largest of `images_per_call`; for vLLM it can be more,
+            so that the graph of the largest budget computes no more than that budget.
+        engine: "lab" (exact packing, shared buffers) or "vllm" (its packing rule, its graphs, its buffers).
         seed: of the drawn calls.
         on_progress: called with the share of the search that is done, 0 to 1.
 
     Raises:
-        ValueError: no sizes, or bad ones; a number that is not a positive integer; an unknown engine; a cost that is
-            missing, negative or not finite; a limit or costs that leave no budget for any image.
+        ValueError: no sizes, or a bad size; a number that is not a positive integer; an unknown engine; a limit of
+            memory that leaves no budget for any image.
+
+    Example:
+        `plan_budgets([(640, 480), (28, 28, 9)], max_graphs=2).budgets` is (1, 414).
     """
-    problem = _problem(sizes, images_per_call, engine, max_images, costs, memory_limit, in_token_limit, seed)
-    budgets: tuple[int, ...] = ()
-    for graphs in range(as_positive("max_graphs", max_graphs), 0, -1):
-        budgets = search_budgets(problem, graphs, on_progress)
-        if memory_limit is None or problem.engine.memory(budgets, problem.max_images) <= memory_limit:
-            break
-    searched = problem.images_per_call != (1,) or not (memory_limit is None or problem.engine.shares_buffers)
-    plan = _report(problem, engine, budgets)
-    return replace(plan, exact=not searched, powers_of_two=_powers_of_two(problem))
+    inputs = PlanInputs.checked(
+        sizes,
+        images_per_call,
+        engine=engine,
+        max_images=max_images,
+        memory_limit=memory_limit,
+        in_token_limit=in_token_limit,
+        seed=seed,
+    )
+    graphs = as_positive("max_graphs", max_graphs)
+    budgets = search_budgets(inputs, graphs, on_progress)
+    while memory_limit is not None and inputs.engine.memory(budgets, inputs.max_images) > memory_limit:
+        graphs = min(graphs, len(budgets)) - 1  # each graph has its own buffers: fewer graphs need less memory
+        budgets = search_budgets(inputs, graphs, on_progress)
+    searched = inputs.images_per_call != (1,) or not (memory_limit is None or inputs.engine.shares_buffers)
+    return replace(_report(inputs, engine, budgets), exact=not searched)
 
 
 def evaluate_budgets(
@@ -107,65 +116,46 @@ def evaluate_budgets(
     engine: str = "lab",
     seed: int = 0,
 ) -> BudgetPlan:
-    """What given budgets make of a workload, on the calls that `plan_budgets` reports on.
+    """Reports how a workload runs in given budgets, on the same calls as `plan_budgets`.
 
-    Arguments and errors are those of `plan_budgets`, and `as_budgets`.
+    Arguments and errors are those of `plan_budgets`; `budgets` are positive integers in any order.
     """
-    problem = _problem(sizes, images_per_call, engine, max_images, "rows", None, in_token_limit, seed)
-    return replace(_report(problem, engine, as_budgets(budgets)), powers_of_two=_powers_of_two(problem))
+    inputs = PlanInputs.checked(
+        sizes,
+        images_per_call,
+        engine=engine,
+        max_images=max_images,
+        memory_limit=None,
+        in_token_limit=in_token_limit,
+        seed=seed,
+    )
+    return _report(inputs, engine, as_budgets(budgets))
 
 
-def _problem(
-    sizes: Iterable[Size],
-    images_per_call: Sequence[int],
-    engine: str,
-    max_images: int | None,
-    costs: Literal["rows"] | Cost,
-    memory_limit: int | None,
-    in_token_limit: int,
-    seed: int,
-) -> Problem:
-    if engine not in ENGINES:
-        raise ValueError(f"unknown engine {engine!r}: one of {', '.join(ENGINES)}")
-    together = tuple(sorted({as_positive("images_per_call", images) for images in images_per_call}))
-    if not together:
-        raise ValueError("images_per_call is empty: give at least one number")
-    if isinstance(costs, str) and costs != "rows":
-        raise ValueError(f"costs must be 'rows', a function or a mapping, got {costs!r}")
-    largest_rows = math.inf
-    if memory_limit is not None:
-        largest_rows = as_positive("memory_limit", memory_limit) // static_bytes(1)
-    workload = count_tokens(sizes, in_token_limit)
-    if max_images is None:
-        max_images = ENGINES[engine].slots(int(workload.tokens[-1]), together[-1])
-    slots = as_positive("max_images", max_images)
-    return Problem(workload, together, ENGINES[engine], slots, costs, largest_rows, seed)
+def _report(inputs: PlanInputs, engine: str, budgets: Sequence[int]) -> BudgetPlan:
+    defaults = powers_of_two()
+    by_vllm = replace(inputs, engine=ENGINES["vllm"], max_images=default_max_images(defaults))
+    return replace(_evaluate(inputs, engine, budgets), powers_of_two=_evaluate(by_vllm, "vllm", defaults))
 
 
-def _powers_of_two(problem: Problem) -> BudgetPlan:
-    budgets = powers_of_two()
-    by_itself = replace(problem, engine=ENGINES["vllm"], max_images=default_max_images(budgets), costs="rows")
-    return _report(by_itself, "vllm", budgets)
-
-
-def _report(problem: Problem, engine: str, budgets: Sequence[int]) -> BudgetPlan:
-    rows = [problem.rows(budget) for budget in budgets]
+def _evaluate(inputs: PlanInputs, engine: str, budgets: Sequence[int]) -> BudgetPlan:
+    rows = [inputs.rows(budget) for budget in budgets]
+    eager = len(budgets)  # the step of a replay that fits no budget
     waste, shares = {}, {}
-    for images in problem.images_per_call:
-        calls = problem.calls(images, REPORTED_CALLS, "reported")
-        replays = problem.pack(calls, budgets)
-        computed = np.append(rows, 0)[replays.steps]
-        computed[replays.steps == len(budgets)] = replays.tokens[replays.steps == len(budgets)]
+    for images in inputs.images_per_call:
+        calls = inputs.calls(images, REPORTED_CALLS, "reported")
+        replays = inputs.pack(calls, budgets)
+        computed = np.where(replays.steps == eager, replays.tokens, np.append(rows, 0)[replays.steps])
         waste[images] = float(replays.weights @ computed) / calls.real_rows
-        share = np.bincount(replays.steps, replays.weights, minlength=len(budgets) + 1) / replays.weights.sum()
+        share = np.bincount(replays.steps, replays.weights, minlength=eager + 1) / replays.weights.sum()
         shares[images] = tuple(share.tolist())
     return BudgetPlan(
         engine=engine,
         budgets=tuple(budgets),
-        max_images=problem.max_images,
+        max_images=inputs.max_images,
         rows=tuple(rows),
         waste=waste,
         replays={images: share[:-1] for images, share in shares.items()},
         eager={images: share[-1] for images, share in shares.items()},
-        memory=problem.engine.memory(budgets, problem.max_images),
+        memory=inputs.engine.memory(budgets, inputs.max_images),
     )

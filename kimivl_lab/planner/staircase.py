@@ -1,4 +1,7 @@
-"""The best staircase over a distribution: which totals to make steps of, so that rounding up to a step costs least."""
+"""The best staircase over a distribution: the steps for which rounding every total up to a step costs least.
+
+Test: tests/test_budgets.py.
+"""
 
 from collections.abc import Sequence
 
@@ -12,15 +15,15 @@ def best_steps(weights: Sequence[float] | np.ndarray, prices: Sequence[float] | 
 
         cost[s][j] = min over i <= j of cost[s - 1][i - 1] + prices[j] * weights[i..j].sum()
 
-    O(n^2 * steps). The last position is always a step, for everything must be served.
+    O(n^2 * steps). The last position is always a step, because every total must be served.
 
     Args:
-        weights: (n,) how often each total comes, 0 or more.
+        weights: (n,) how often each total occurs, 0 or more.
         prices: (n,) of serving one total by a step at this position.
         steps: 1 or more.
 
     Returns:
-        Positions into the n totals, ascending.
+        Positions into the n totals, ascending. Weights 5, 1, 1 and prices 3, 7, 8 with 2 steps give [0, 2].
     """
     weights, prices = np.asarray(weights, dtype=float), np.asarray(prices, dtype=float)
     n = len(weights)

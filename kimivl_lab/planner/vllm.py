@@ -1,22 +1,25 @@
-"""What vLLM makes of budgets: rows, defaults, the flag.
+"""How vLLM uses budgets: the tokens that its graphs compute, its defaults, and the flag that sets budgets.
 
-To capture a budget of B merged tokens for b images, it lays out b equal grids that hold B between them: ceil(B / b)
+To capture a budget of B merged tokens for b images, vLLM lays out b equal grids that hold B together: ceil(B / b)
 tokens each, in rows no wider than its rotary table. So a graph may compute more than its budget. As read in release
 0.32, `EncoderCudaGraphManager` and `KimiVLForConditionalGeneration`.
+
+Test: tests/test_budgets.py.
 """
 
 import json
 from collections.abc import Sequence
 
-LEAST_BUDGET = 64  # merged tokens of a 224 x 224 picture
-MAX_BATCHED_TOKENS = 8192  # the scheduler's default, and with it the largest budget
+LEAST_BUDGET = 64  # merged tokens of an image of 224 x 224
+MAX_BATCHED_TOKENS = 8192  # the scheduler's default, which is also the largest default budget
 WIDEST_ROW = 256  # merged tokens: half of the 512 patches that the rotary table is wide
 
 
 def vllm_rows(budget: int, max_images: int) -> int:
-    """Merged tokens that a graph of this budget computes: b * h * w with w = min(ceil(B / b), 256), never under B.
+    """Merged tokens that vLLM's graph of this budget computes, at least `budget`.
 
-    A budget equal to its own rows wastes nothing, and `vllm_rows` of any number is such a budget.
+    b * h * w with w = min(ceil(B / b), 256) and h = ceil(ceil(B / b) / w): a budget of 1,089 for 1 image computes
+    5 * 256 = 1,280. The result, taken as a budget, computes itself.
     """
     per_image = -(-budget // max_images)
     width = min(per_image, WIDEST_ROW)
@@ -24,7 +27,10 @@ def vllm_rows(budget: int, max_images: int) -> int:
 
 
 def powers_of_two(least: int = LEAST_BUDGET, most: int = MAX_BATCHED_TOKENS) -> list[int]:
-    """The budgets that vLLM takes by itself: least * 2^k, and `most` on top. ValueError unless 1 <= least <= most."""
+    """vLLM's default budgets: least * 2^k, and `most`. ValueError unless 1 <= least <= most.
+
+    From 64 to 800: 64, 128, 256, 512, 800.
+    """
     if not 1 <= least <= most:
         raise ValueError(f"least {least} and most {most}: 1 <= least <= most is needed")
     budgets = [least]
@@ -34,15 +40,16 @@ def powers_of_two(least: int = LEAST_BUDGET, most: int = MAX_BATCHED_TOKENS) -> 
 
 
 def default_max_images(budgets: Sequence[int]) -> int:
-    """The images in one replay that vLLM takes by itself: largest over smallest budget, at most the smallest."""
+    """vLLM's default for most images in one replay: largest over smallest budget, at most the smallest budget."""
     return min(budgets[-1] // budgets[0], budgets[0])
 
 
 def vllm_flag(budgets: Sequence[int], max_images: int) -> str:
-    """The arguments of `vllm serve` that capture these budgets, to be pasted into a shell.
+    """The arguments of `vllm serve` that capture these budgets, to paste into a shell.
 
     Raises:
-        ValueError: a budget twice (vLLM would capture it twice), or `max_images` above the smallest (it would refuse).
+        ValueError: a repeated budget (vLLM would capture it twice); `max_images` above the smallest budget (vLLM would
+            refuse it).
     """
     if len(set(budgets)) != len(budgets):
         raise ValueError(f"budgets must differ, got {list(budgets)}")

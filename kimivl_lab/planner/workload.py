@@ -1,6 +1,10 @@
-"""Image sizes -> merged tokens and calls: what a plan is made for."""
+"""Image sizes become merged tokens and calls, the workload that a plan is made for; and CSV files become image sizes.
+
+Test: tests/test_budgets.py, tests/test_plan.py.
+"""
 
 import csv
+import io
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,12 +18,15 @@ from ..checks import as_positive
 from ..geometry import IN_TOKEN_LIMIT, image_geometry
 from ..graphs.traffic import Traffic
 
-Size: TypeAlias = tuple[int, int] | tuple[int, int, int]  # width, height in pixels, and how often it comes (once)
+Size: TypeAlias = tuple[int, int] | tuple[int, int, int]  # width and height in pixels; how many such images (else 1)
+
+_COLUMNS = ("width", "height", "count")
+_SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """How often images of each number of merged tokens come.
+    """How many images have each number of merged tokens.
 
     Attributes:
         tokens: (m,) int64, ascending, distinct.
@@ -58,7 +65,7 @@ def count_tokens(sizes: Iterable[Size], in_token_limit: int = IN_TOKEN_LIMIT) ->
 
 
 def all_calls_of_one(workload: TokenCounts) -> Traffic:
-    """Every image in a call of its own: the whole workload, nothing drawn."""
+    """Every image in a call alone: the whole workload, without drawing."""
     return Traffic(workload.tokens[:, None], workload.counts)
 
 
@@ -68,46 +75,76 @@ def draw_calls(workload: TokenCounts, images: int, calls: int, seed: str) -> Tra
     return Traffic(np.sort(np.array(drawn, dtype=np.int64).reshape(calls, images), axis=1), np.ones(calls))
 
 
-def read_sizes(path: str | Path, in_token_limit: int = IN_TOKEN_LIMIT) -> tuple[list[tuple[int, int, int]], list[str]]:
-    """(width, height, count) of the rows of a CSV file, and for each bad row one line that says which and why.
+def read_sizes(path: Path, in_token_limit: int = IN_TOKEN_LIMIT) -> tuple[list[tuple[int, int, int]], list[str]]:
+    """Sizes from a CSV file with lines of width,height[,count], and one message for each line that is not used.
 
-    The columns are width, height and, where there is one, count; under a header they may stand in any order, among
-    others.
+    A header may name the columns in any order, among others. Without a header the order is width, height, count.
+    Commas, semicolons or tabs separate columns: the one of them that the first line contains.
 
     Raises:
-        ValueError: a file that is empty or no text, or whose header does not name width and height.
-        OSError: it cannot be read.
+        ValueError: no text, no lines, a header without width and height or with one of the three columns twice, or a
+            first line with several separators or without one.
+        OSError: the file cannot be read.
     """
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a CSV file ({error.reason} at byte {error.start}; UTF-8 is read)") from error
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=_separator(path, text))
+        lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
+    except csv.Error as error:
         raise ValueError(f"{path}: not a CSV file ({error})") from error
-    rows = [(line, cells) for line, cells in rows if any(cells)]
-    if not rows:
-        raise ValueError(f"{path}: the file is empty; give rows of width,height[,count]")
-    columns = [name.lower() for name in rows[0][1]]
+    lines = [(number, cells) for number, cells in lines if any(cells)]
+    if not lines:
+        raise ValueError(f"{path}: the file is empty; give lines of width,height[,count]")
+    columns: Sequence[str] = [name.lower() for name in lines[0][1]]
     if any(name.isdecimal() for name in columns):
-        columns = ["width", "height", "count"]
-    elif {"width", "height"} <= set(columns):
-        rows = rows[1:]
+        columns = _COLUMNS
     else:
-        raise ValueError(f"{path}: the header names {', '.join(columns)}, but width and height are needed")
+        _require_columns(path, columns)
+        lines = lines[1:]
     sizes, faults = [], []
-    for line, cells in rows:
+    for number, cells in lines:
         try:
             sizes.append(_size(columns, cells, in_token_limit))
         except ValueError as error:
-            faults.append(f"{path}, line {line}: {error}")
+            faults.append(f"{path}, line {number}: {error}")
     return sizes, faults
+
+
+def _separator(path: Path, text: str) -> str:
+    """The separator under which the first line names width and height or holds two numbers; else the only one in it."""
+    first = next((line for line in text.splitlines() if line.strip()), ",")
+    present = [separator for separator in _SEPARATORS if separator in first]
+    fitting = []
+    for separator in present:
+        cells = [cell.strip().lower() for cell in next(csv.reader([first], delimiter=separator))]
+        if {"width", "height"} <= set(cells) or all(cell.isdecimal() for cell in cells[:2]):
+            fitting.append(separator)
+    for found in (fitting, present):
+        if len(found) == 1:
+            return found[0]
+    names = " and ".join(_SEPARATORS[separator] for separator in present) or "no separator"
+    raise ValueError(
+        f"{path}: the first line, {first[:80]!r}, contains {names}: "
+        f"give width,height[,count] in lines, separated by comma, semicolon or tab"
+    )
+
+
+def _require_columns(path: Path, columns: Sequence[str]) -> None:
+    repeated = [name for name in _COLUMNS if columns.count(name) > 1]
+    if repeated:
+        raise ValueError(f"{path}: the header names {', '.join(repeated)} more than once: {', '.join(columns):.200}")
+    if not {"width", "height"} <= set(columns):
+        raise ValueError(f"{path}: the header names {', '.join(columns):.200}, but width and height are needed")
 
 
 def _size(columns: Sequence[str], cells: Sequence[str], in_token_limit: int) -> tuple[int, int, int]:
     if len(cells) > len(columns):
         raise ValueError(f"{len(cells)} fields, at most {len(columns)} are expected")
     fields = {"count": "1"} | dict(zip(columns, cells, strict=False))
-    width, height, count = (_whole(name, fields.get(name)) for name in ("width", "height", "count"))
+    width, height, count = (_whole(name, fields.get(name)) for name in _COLUMNS)
     image_geometry(width, height, in_token_limit=in_token_limit)
     return width, height, count
 

@@ -1,0 +1,97 @@
+"""The checked inputs of a plan: a workload, how its images arrive, an engine and a limit of memory.
+
+Test: tests/test_budgets.py.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..checks import as_positive
+from ..graphs.traffic import Replays, Traffic, pack_traffic
+from .engines import ENGINES, LabEngine, static_bytes
+from .workload import Size, TokenCounts, all_calls_of_one, count_tokens, draw_calls
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What the search and the report need to know.
+
+    Attributes:
+        images_per_call: ascending, each number once.
+        max_images: most images in one replay.
+        largest_rows: most merged tokens that one graph may compute; an image that needs more runs eager.
+        seed: of the drawn calls.
+    """
+
+    workload: TokenCounts
+    images_per_call: tuple[int, ...]
+    engine: LabEngine
+    max_images: int
+    largest_rows: float
+    seed: int
+
+    @classmethod
+    def checked(
+        cls,
+        sizes: Iterable[Size],
+        images_per_call: Any,
+        *,
+        engine: str,
+        max_images: int | None,
+        memory_limit: int | None,
+        in_token_limit: int,
+        seed: int,
+    ) -> "PlanInputs":
+        """The inputs of `plan_budgets`, whose docstring has the meaning of each argument and the errors."""
+        if engine not in ENGINES:
+            raise ValueError(f"unknown engine {engine!r}: one of {', '.join(ENGINES)}")
+        try:
+            together = tuple(sorted({as_positive("images_per_call", images) for images in images_per_call}))
+        except TypeError as error:
+            raise ValueError(f"images_per_call must be a list of positive integers, got {images_per_call!r}") from error
+        if not together:
+            raise ValueError("images_per_call is empty: give at least one number")
+        largest_rows = math.inf
+        if memory_limit is not None:
+            largest_rows = as_positive("memory_limit", memory_limit) // static_bytes(1)
+        workload = count_tokens(sizes, in_token_limit)
+        if max_images is None:
+            max_images = ENGINES[engine].default_max_images(int(workload.tokens[-1]), together[-1])
+        slots = as_positive("max_images", max_images)
+        return cls(workload, together, ENGINES[engine], slots, largest_rows, seed)
+
+    def rows(self, tokens: int) -> int:
+        """Merged tokens that the smallest graph computes that holds `tokens`."""
+        return self.engine.rows(tokens, self.max_images)
+
+    def budget_for(self, tokens: int) -> int | None:
+        """The smallest budget that holds `tokens` and wastes nothing; None if the limit of memory forbids it."""
+        budget = self.rows(tokens)
+        return budget if budget <= self.largest_rows else None
+
+    @cached_property
+    def largest_image(self) -> int:
+        """Merged tokens of the largest image that fits a budget. ValueError if no image does."""
+        for tokens in self.workload.tokens[::-1].tolist():
+            if self.budget_for(tokens) is not None:
+                return tokens
+        raise ValueError(
+            f"no budget that may be captured holds an image of this workload: the smallest image has "
+            f"{self.workload.tokens[0]} merged tokens, allowed are up to {self.largest_rows}"
+        )
+
+    def calls(self, images: int, count: int, purpose: str) -> Traffic:
+        """Calls of `images` images: with one image each, the whole workload; else `count` drawn calls.
+
+        Calls for another purpose are drawn anew, so that a plan is reported on calls that its search has not seen.
+        """
+        if images == 1:
+            return all_calls_of_one(self.workload)
+        return draw_calls(self.workload, images, count, f"{purpose} {images} {self.seed}")
+
+    def pack(self, calls: Traffic, budgets: Sequence[int]) -> Replays:
+        """The replays of the calls, packed as the engine does."""
+        return pack_traffic(calls, budgets, self.max_images, self.engine.packing, budgets)
