@@ -38,7 +38,7 @@ _MODULE_OF = {
     "KimiVLImageProcessor": "images.processor",
     "MoonViTConfig": "config",
     "MoonVitPretrainedModel": "moonvit.model",
-    "build_merge_gather_idx": "moonvit.merger",
+    "build_merge_gather_idx": "moonvit.metadata",
     "count_host_syncs": "syncs.counter",
     "image_geometry": "geometry",
     "on_device": "syncs.counter",

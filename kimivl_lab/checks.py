@@ -1,11 +1,12 @@
-"""Checks of arguments that several modules share: positive integers, and names of keyword arguments.
+"""Checks of arguments that several modules share: positive integers, offsets, and names of keyword arguments.
 
 Test: tests/test_checks.py.
 """
 
 import difflib
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 
@@ -30,6 +31,19 @@ def as_positive_pair(name: str, values: Any) -> tuple[int, int]:
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be two positive integers (h, w), got {values!r:.200}") from None
     return as_positive(f"{name}[0]", first), as_positive(f"{name}[1]", second)
+
+
+def segment_lengths(offsets: Sequence[int], rows: int, max_seqlen: int) -> list[int]:
+    """Lengths of the segments between `offsets`: [0, 2, 6, 9] gives [2, 4, 3].
+
+    ValueError unless the offsets rise (or repeat) from 0 to at most `rows`, with no segment above `max_seqlen`.
+    """
+    lengths = [end - start for start, end in pairwise(offsets)]
+    if not offsets or offsets[0] != 0 or offsets[-1] > rows or min(lengths, default=0) < 0:
+        raise ValueError(f"offsets must rise from 0 to at most {rows} patches, got {offsets!r:.200}")
+    if max(lengths, default=0) > max_seqlen:
+        raise ValueError(f"max_seqlen {max_seqlen} is below the longest image, {max(lengths)} patches")
+    return lengths
 
 
 def require_known_kwargs(names: Iterable[str], accepted: Collection[str], owner: str) -> None:

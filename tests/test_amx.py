@@ -137,7 +137,7 @@ def test_nan_reaches_its_own_image_and_nobody_else():
     "change, message",
     [
         ({"max_seqlen": 35}, "max_seqlen 35 is below the longest image, 36 patches"),
-        ({"cu_seqlens": offsets_of([36, 60])}, r"at most 60, the rows of q, got \[0, 36, 96\]"),
+        ({"cu_seqlens": offsets_of([36, 60])}, r"at most 60 patches, got \[0, 36, 96\]"),
         ({"cu_seqlens": torch.tensor([0, 36, 20], dtype=torch.int32)}, r"rise .* got \[0, 36, 20\]"),
         ({"cu_seqlens": torch.tensor([4, 36], dtype=torch.int32)}, r"from 0 .* got \[4, 36\]"),
         ({"k": normal(60, 3, 72)}, r"k must be \(60, 2, 72\) torch.bfloat16 .* got \(60, 3, 72\)"),

@@ -144,6 +144,10 @@ def test_the_whole_tower_on_a_fake_gpu_reads_nothing_back(backend, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 24, 1500])
 @torch.no_grad()
 def test_prepacked_equals_plain(dtype, rows):
+    """Both are within rounding of float64, in whatever order a product adds up: 72 terms in float32 are off by about
+    sqrt(72 / 6) units of rounding, and storing the result adds one unit of `dtype`. At one row one
+    product's error may be several times another's, so neither bounds the other."""
+    bound = torch.finfo(dtype).eps / 2 + 72**0.5 * torch.finfo(torch.float32).eps / 2
     torch.manual_seed(rows)
     layer = FusedLinear(72, 56).to(dtype)
     x, residual = torch.randn(rows, 72).to(dtype), torch.randn(rows, 56).to(dtype)
@@ -153,8 +157,7 @@ def test_prepacked_equals_plain(dtype, rows):
         refresh_packed(layer, ONEDNN)
         plain, packed = layer(x, **extra), layer(x, **extra, kernel=ONEDNN)
         assert packed.dtype == dtype
-        assert relative_error(packed, want) < (1e-6 if dtype == torch.float32 else 4e-3)
-        assert relative_error(packed, want) < 2 * relative_error(plain, want)
+        assert max(relative_error(plain, want), relative_error(packed, want)) < bound
 
 
 def in_place(layer):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kimivl_lab import EncoderOptions
-from kimivl_lab.kernels.compiled import CompiledFunction
+from kimivl_lab.kernels.dispatch import CompiledFunction
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
 

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kimivl_lab.kernels.upload import ALIGNMENT, PackedArrays, upload
-from kimivl_lab.moonvit.grid_arrays import grid_arrays_reference, pack_grid_arrays
-from kimivl_lab.moonvit.merger import build_merge_gather_idx
+from kimivl_lab.kernels.memory import ALIGNMENT, PackedArrays, upload
+from kimivl_lab.moonvit.metadata import build_merge_gather_idx, grid_arrays_reference, pack_grid_arrays
 from kimivl_lab.moonvit.rope import Rope2DPosEmb
 from kimivl_lab.syncs.counter import HostSyncCounter, on_device
 from tests.conftest import MIXED_GRIDS, pixels_for, tiny_tower

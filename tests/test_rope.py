@@ -45,24 +45,11 @@ def test_D1_a_square_grid_hides_swapped_axes_and_a_long_one_does_not():
         assert not torch.allclose(rotated[0], rotated[1])
 
 
-def test_index_form_equals_the_grid_form():
-    rope = Rope2DPosEmb(72)
-    h, w = 3, 7
-    index = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), dim=-1).flatten(0, 1)
-    assert torch.equal(rope.get_freqs_cis_by_idx(index), rope.get_freqs_cis_by_seqlens_list([(h, w)]))
-
-
 def test_grids_are_packed_in_order_and_start_anew():
     rope = Rope2DPosEmb(72)
     parts = [rope.get_cos_sin([grid]) for grid in MIXED_GRIDS]
     assert torch.equal(rope.get_cos_sin(MIXED_GRIDS), torch.cat(parts))
     assert rope.get_cos_sin([]).shape == (0, 36, 2)
-
-
-def test_metadata_holds_the_engines_complex_form_as_a_view():
-    metadata = tiny_tower().prepare_encoder_metadata(MIXED_GRIDS)
-    assert torch.equal(metadata.rope_freqs_cis, Rope2DPosEmb(72).get_freqs_cis_by_seqlens_list(MIXED_GRIDS))
-    assert metadata.rope_freqs_cis.data_ptr() == metadata.rope_cos_sin.data_ptr()
 
 
 def test_float32_angles_are_exact_to_float32():
@@ -111,8 +98,9 @@ def test_scores_depend_on_relative_position_alone():
     q, k = torch.randn(2, 1, 1, 72, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def score(q_at, k_at):
-        factors = rope.get_freqs_cis_by_idx(torch.tensor([q_at, k_at]), torch.float64)
-        turned = rotate_complex(torch.stack((q, k)), torch.view_as_real(factors))
+        """Of q and k at (row, column) each."""
+        positions = torch.tensor([q_at, k_at]).flip(1)  # (column, row)
+        turned = rotate_complex(torch.stack((q, k)), rope.gather_cos_sin(positions, [(128, 64)], torch.float64))
         return (turned[0] * turned[1]).sum()
 
     assert torch.allclose(score((3, 5), (10, 7)), score((103, 45), (110, 47)))

@@ -19,7 +19,7 @@ from ..datasets import draw_sizes
 from ..geometry import MERGE_KERNEL_SIZE, Grid, image_geometry, patch_counts
 from ..measure.records import Recorder
 from ..measure.roofline import copy_gbps
-from ..moonvit.grid_arrays import grid_arrays_reference, pack_grid_arrays
+from ..moonvit.metadata import grid_arrays_reference, pack_grid_arrays
 from ..moonvit.rope import Rope2DPosEmb
 from . import command
 from .compare import COLUMNS, Comparison

@@ -9,7 +9,8 @@ from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionCo
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
 
 from ..geometry import Grid, patch_counts
-from ..moonvit.merger import build_merge_gather_idx, patch_merger_packed
+from ..moonvit.merger import patch_merger_packed
+from ..moonvit.metadata import build_merge_gather_idx
 from ..moonvit.model import MoonVitPretrainedModel
 
 _LAYER_NAMES = {"norm0": "norm1", "norm1": "norm2", "wo": "attn.proj", "mlp.fc0": "mlp.fc1", "mlp.fc1": "mlp.fc2"}

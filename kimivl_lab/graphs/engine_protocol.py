@@ -11,13 +11,13 @@ that images need, as read in release 0.32, so that either runner can be read bes
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, cast
+from typing import ClassVar, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from ..geometry import MAX_GRID_SIDE, Grid, as_grid_list, num_patches, num_tokens, patch_counts
-from ..kernels.precision import compute_dtype
+from ..kernels.dispatch import compute_dtype
 from ..moonvit.metadata import EncoderMetadata
 from ..moonvit.model import MoonVitPretrainedModel
 from .guards import GraphCaptureError
@@ -71,6 +71,8 @@ class CapturedMetadata(EncoderMetadata):
 
     What would take the lengths from the host is refused, for a graph would keep those of its capture for ever.
     """
+
+    lengths_on_host: ClassVar[bool] = False
 
     @property
     def seqlens(self) -> list[int]:

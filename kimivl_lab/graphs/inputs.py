@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..kernels.upload import upload
+from ..kernels.memory import upload
 
 _OFFSETS = "cu_seqlens"
 

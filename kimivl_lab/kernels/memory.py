@@ -1,16 +1,114 @@
-"""Fresh memory on the host, in huge pages where it is much: handed out page by page, 4 KiB at a time, it can cost more
-than computing what is written to it."""
+"""Memory that kernels read and write: uninitialised host memory, scratch space, and copies to the device.
+
+`empty_rows` and `aligned` allocate host memory, `scratch` lends one block per thread, `upload` and `PackedArrays` copy
+host data to a device without making the host wait.
+
+Why copies start in pinned memory: the driver copies ordinary, pageable memory only after staging it, and the host may
+wait for that. Pinned memory is copied while the host continues, so it must not be rewritten before the copy has run.
+`upload` therefore takes fresh pinned memory in every call. torch records an event behind the copy and reuses freed
+pinned memory only after this event has passed.
+
+Test: tests/test_metadata_upload.py. Record: metadata__*.csv.
+"""
+
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+ALIGNMENT = 16  # bytes; the widest load of a GPU kernel
+_CACHE_LINE = 64  # bytes; also one row of an AMX tile
 _HUGE_PAGES_FROM = 4 * 2**20  # bytes
+
+Layout = Mapping[str, tuple[tuple[int, ...], type[np.generic]]]
 
 
 def empty_rows(rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialised (rows, dim) on the host. A large one comes from numpy, which asks for huge pages."""
+    """Allocates an uninitialised (rows, dim) tensor on the host.
+
+    Large blocks come from numpy, which requests huge pages: mapping 4 KiB pages one by one can cost more than computing
+    the contents.
+    """
     size = rows * dim * dtype.itemsize
     if size < _HUGE_PAGES_FROM:
         return torch.empty((rows, dim), dtype=dtype, device="cpu")
     return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(dtype).view(rows, dim)
+
+
+def aligned(numbers: int, dtype: torch.dtype) -> Tensor:
+    """Allocates (numbers,) of `dtype` on the host, uninitialised, at an address that is a multiple of 64."""
+    size = dtype.itemsize
+    memory = torch.empty(numbers + _CACHE_LINE // size, dtype=dtype, device="cpu")
+    skip = -memory.data_ptr() % _CACHE_LINE // size
+    return memory[skip : skip + numbers]
+
+
+class _Kept(threading.local):
+    memory: Tensor | None = None
+
+
+_kept = _Kept()
+
+
+def scratch(nbytes: int) -> Tensor:
+    """Returns at least `nbytes` of aligned working memory, the same block in every call of one Python thread.
+
+    The contents are undefined. Attention needs the most: 1.4 MiB for each of torch's threads at 4,096 patches of head
+    size 72.
+    """
+    if _kept.memory is None or _kept.memory.numel() < nbytes:
+        _kept.memory = aligned(nbytes, torch.uint8)
+    return _kept.memory
+
+
+def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copies `tensor` to `device`; from the host to a CUDA device the host does not wait for the copy.
+
+    A tensor that is already pinned is copied from where it lies, so its owner must not change it before the copy has
+    run. A tensor that is already on `device` is returned unchanged.
+    """
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda" and not tensor.is_pinned():
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
+class PackedArrays:
+    """Host arrays of several types in one buffer, so that one copy moves all of them.
+
+    Each array starts at a multiple of `ALIGNMENT` bytes. Example: {"a": ((3,), np.int32), "b": ((2,), np.int64)} gives
+    one buffer of 32 bytes, with "a" at byte 0 and "b" at byte 16.
+
+    Args:
+        layout: (shape, dtype) of each array by its name.
+
+    `arrays` holds the arrays by name, uninitialised: fill them before `to`.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._starts: dict[str, int] = {}
+        end = 0
+        for name, (shape, dtype) in layout.items():
+            self._starts[name] = -(-end // ALIGNMENT) * ALIGNMENT
+            end = self._starts[name] + math.prod(shape) * np.dtype(dtype).itemsize
+        self._buffer = np.empty(end, dtype=np.uint8)
+        self.arrays: dict[str, np.ndarray[Any, Any]] = {
+            name: np.ndarray(shape, dtype, self._buffer, self._starts[name]) for name, (shape, dtype) in layout.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer, gaps included."""
+        return self._buffer.nbytes
+
+    def to(self, device: torch.device | str) -> dict[str, Tensor]:
+        """Returns the arrays as tensors on `device`, all of them views of one buffer (on the CPU: of this buffer)."""
+        buffer = upload(torch.from_numpy(self._buffer), device)
+        tensors = {}
+        for name, array in self.arrays.items():
+            like = torch.from_numpy(array)
+            tensors[name] = buffer.narrow(0, self._starts[name], array.nbytes).view(like.dtype).view(like.shape)
+        return tensors

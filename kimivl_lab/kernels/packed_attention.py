@@ -12,13 +12,14 @@ The offsets of `kimivl_lab::packed_attention` are data: a trace or a compiled gr
 import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .amx.attention import attend, longest_image
+from ..checks import segment_lengths
+from .amx.attention import attend
 from .amx.library import amx_unavailable
 
 
@@ -76,10 +77,7 @@ def _check_offsets(cu_seqlens: Tensor) -> None:
 
 
 def sdpa_segments(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    offsets = cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(offsets) if end > start]
-    longest_image(offsets, max_seqlen)
-    return sdpa_runs(q, k, v, lengths)
+    return sdpa_runs(q, k, v, segment_lengths(cu_seqlens.tolist(), q.shape[0], max_seqlen))
 
 
 def sdpa_runs(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -101,5 +99,7 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     start = 0
     for length, group in groupby(lengths):
         count = len(list(group))
+        if not length:
+            continue
         yield start, count, length
         start += count * length

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .amx.library import amx_unavailable
 from .amx.linear import multiply, pack, packed_linear
-from .dispatch import is_watched
+from .dispatch import must_dispatch
 from .weight_state import WeightState
 
 GELU_TANH = "gelu_tanh"
@@ -125,7 +125,7 @@ def _onednn_multiply(
 def _amx_multiply(
     x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None, residual: Tensor | None, gelu_tanh: bool
 ) -> Tensor:
-    call = packed_linear if is_watched(x) else multiply
+    call = packed_linear if must_dispatch(x) else multiply
     return call(x, packed, out_features, bias, residual, gelu_tanh)
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from .amx.library import amx_unavailable
 from .amx.rope import rotate as amx_rotate
 from .amx.rope import rotate_
-from .compiled import CompiledFunction
-from .dispatch import is_watched
+from .dispatch import CompiledFunction, must_dispatch
 
 _BLOCK_ROWS = 128  # 128 rows of q and k at 16 heads of 72: 1.2 MB in float32, inside the second-level caches
 
@@ -60,7 +59,7 @@ def rotate_in_place(qk: Tensor, cos_sin: Tensor) -> Tensor:
 
 def rotate_amx(qk: Tensor, cos_sin: Tensor) -> Tensor:
     """Written into `qk`, which is returned. bfloat16; `qk` must not require a gradient."""
-    (rotate_ if is_watched(qk) else amx_rotate)(qk, cos_sin)
+    (rotate_ if must_dispatch(qk) else amx_rotate)(qk, cos_sin)
     return qk
 
 

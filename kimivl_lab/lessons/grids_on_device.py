@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..geometry import as_grid_list
-from ..kernels.precision import compute_dtype
-from ..kernels.upload import upload
+from ..kernels.dispatch import compute_dtype
+from ..kernels.memory import upload
 from ..moonvit.attention import PackedAttention
 from ..moonvit.layers import Kernels
 from ..moonvit.merger import patch_merger

@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.dispatch import is_watched
+from ..kernels.dispatch import compute_dtype, must_dispatch
 from ..kernels.packed_attention import attend_packed, attention_unavailable, packed_attention, sdpa_runs, sdpa_segments
-from ..kernels.precision import compute_dtype
 from .metadata import EncoderMetadata
 
 PackedAttention = Callable[[Tensor, Tensor, Tensor, EncoderMetadata], Tensor]
@@ -58,13 +57,13 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -
     elsewhere); on other devices the same from the host's own lengths, with no read."""
     if q.device.type != "cpu":
         return sdpa_runs(q, k, v, metadata.seqlens)
-    attend = partial(packed_attention, backend="sdpa") if is_watched(q) else sdpa_segments
+    attend = partial(packed_attention, backend="sdpa") if must_dispatch(q) else sdpa_segments
     return attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen)
 
 
 def amx_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
     """`packed_attention` by our own kernel."""
-    attend = packed_attention if is_watched(q) else attend_packed
+    attend = packed_attention if must_dispatch(q) else attend_packed
     return attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen, "amx")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import EncoderOptions, MoonViTConfig
-from ..kernels.compiled import CompiledFunction
+from ..kernels.dispatch import CompiledFunction
 from ..kernels.packed_linear import GELU_TANH, FusedLinear, PackedKernel, refresh_packed, resolve_linear
 from ..kernels.rotation import Rotation, resolve_rotation, rotate_real
 from .attention import PackedAttention, resolve_attention

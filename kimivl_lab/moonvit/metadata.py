@@ -1,21 +1,35 @@
-"""Everything that depends on the grids, built once on the host, by one function, for eager, capture and replay.
+"""Everything that depends on the grids, built once per batch, on the host, by one function.
 
-After it a forward reads nothing back from the device: lengths, offsets and counts exist as host integers, and what the
-kernels need is on its way to the device, in one copy that the host does not wait for. Angles are made there, from 8
-bytes a patch instead of their own 288, by as many kernels whatever the images. Field names are vLLM's
-`prepare_encoder_metadata`'s.
+Eager forwards, graph capture and graph replay all use it. After it, a forward reads nothing back from the device:
+lengths, offsets and counts are host integers, and the arrays that kernels need go to the device in ONE copy that the
+host does not wait for. For the grids 2x4 and 2x2 in three slots:
+
+    cu_seqlens        (m + 1,) int32   0 8 12 12: where each image starts, in patches; unused slots repeat the total
+    merge_gather_idx  (L,) int64       0 1 4 5 | 2 3 6 7 | 8 9 10 11: the packed patch of each row in merged order
+    positions         (L, 2) int32     0,0 1,0 2,0 3,0 0,1 ...: (column, row) of each patch in its grid
+
+The device turns `positions` into the angles of `rope_cos_sin`: 8 bytes a patch are copied instead of 288, and the
+number of kernel launches does not depend on the number of images.
+
+`grid_arrays_reference` is the plain builder of the three arrays. `pack_grid_arrays` writes the same values into one
+buffer. The names of the fields are those of vLLM's `prepare_encoder_metadata`.
+
+Test: tests/test_metadata_upload.py, tests/test_tower_syncs.py. Record: metadata__*.csv.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..geometry import Grid, as_grid_list, patch_counts, token_counts
-from ..kernels.precision import compute_dtype
-from ..kernels.upload import upload
-from .grid_arrays import pack_grid_arrays
+from ..checks import segment_lengths
+from ..geometry import MERGE_KERNEL_SIZE, Grid, as_grid_list, patch_counts, token_counts
+from ..kernels.dispatch import compute_dtype, is_traced
+from ..kernels.memory import PackedArrays, upload
 from .position import Learnable2DInterpPosEmb
 from .rope import Rope2DPosEmb
 
@@ -31,6 +45,10 @@ class EncoderMetadata:
         cu_seqlens: (m + 1,) int32, offsets of the images in patches; the tail past n repeats L.
         max_seqlen: an upper bound of the longest image in PATCHES; any larger bound gives the same values.
         merge_gather_idx: (L,) int64, packed patch of each row in merged order.
+
+    Raises:
+        ValueError: offsets on the host that are not those of the grids, or a bound below the longest image. This is the
+            one check of them: the layers do not repeat it. Offsets on a device are not read.
     """
 
     grid_hws: tuple[Grid, ...]
@@ -40,6 +58,20 @@ class EncoderMetadata:
     max_seqlen: int
     merge_gather_idx: Tensor
 
+    # False inside a captured graph: there the lengths change with each replay, and `cu_seqlens` alone holds them.
+    lengths_on_host: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.lengths_on_host or self.cu_seqlens.device.type != "cpu" or is_traced(self.cu_seqlens):
+            return
+        offsets, expected = self.cu_seqlens.tolist(), _offsets(self.grid_hws, self.cu_seqlens.numel() - 1)
+        if self.cu_seqlens.dtype != torch.int32 or offsets != expected:
+            raise ValueError(
+                f"cu_seqlens must be int32 {expected!r:.200}, the offsets of the grids, got {self.cu_seqlens.dtype} "
+                f"{offsets!r:.200}"
+            )
+        segment_lengths(offsets, self.num_patches, self.max_seqlen)
+
     @property
     def seqlens(self) -> list[int]:
         """Patches of each image, host integers."""
@@ -48,11 +80,6 @@ class EncoderMetadata:
     @property
     def num_patches(self) -> int:
         return sum(self.seqlens)
-
-    @property
-    def rope_freqs_cis(self) -> Tensor:
-        """(L, head_dim/2) complex64 factors: the engines' form, a view of `rope_cos_sin`."""
-        return torch.view_as_complex(self.rope_cos_sin)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "EncoderMetadata":
         """The same metadata with its tensors on `device`."""
@@ -76,7 +103,7 @@ def prepare_encoder_metadata(
     dtype: torch.dtype | None = None,
     position: str = "interpolate",
 ) -> EncoderMetadata:
-    """Builds the metadata of one packed batch; the only builder there is.
+    """Builds the metadata of one packed batch. The library has no other builder.
 
     Args:
         grid_hws: (n, 2) host integers (h, w) in patches: a list of pairs, an array or a host tensor.
@@ -89,7 +116,6 @@ def prepare_encoder_metadata(
             than `max_images`.
     """
     grids = as_grid_list(grid_hws)
-    token_counts(grids, merge_kernel_size)
     slots = len(grids) if max_images is None else max_images
     if len(grids) > slots:
         raise ValueError(f"{len(grids)} images do not fit max_images={slots}")
@@ -105,3 +131,68 @@ def prepare_encoder_metadata(
         max_seqlen=max(patch_counts(grids), default=0),
         merge_gather_idx=arrays["merge_gather_idx"],
     )
+
+
+def grid_arrays_reference(
+    grid_hws: Sequence[Grid], slots: int, merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE
+) -> dict[str, Tensor]:
+    """The three arrays of the module's docstring as host tensors, built image by image: the reference.
+
+    Args:
+        slots: m, the image slots in `cu_seqlens`, at least the number of images.
+    """
+    kh, kw = merge_kernel_size
+    offsets = _offsets(grid_hws, slots)
+    order, positions = [torch.empty(0, dtype=torch.int64)], [torch.empty((0, 2), dtype=torch.int64)]
+    for start, (h, w) in zip(offsets, grid_hws, strict=False):
+        patches = torch.arange(start, start + h * w).view(h // kh, kh, w // kw, kw)
+        order.append(patches.transpose(1, 2).flatten())
+        rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+        positions.append(torch.stack((columns, rows), dim=-1).flatten(0, 1))
+    return {
+        "cu_seqlens": torch.tensor(offsets, dtype=torch.int32),
+        "merge_gather_idx": torch.cat(order),
+        "positions": torch.cat(positions).int(),
+    }
+
+
+def pack_grid_arrays(
+    grid_hws: Sequence[Grid], slots: int, merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE
+) -> PackedArrays:
+    """`grid_arrays_reference` in one buffer, 16 bytes a patch, for one copy to the device.
+
+    ValueError naming the first grid that the merge kernel does not divide.
+    """
+    token_counts(grid_hws, merge_kernel_size)
+    patches = sum(patch_counts(grid_hws))
+    packed = PackedArrays(  # the widest type first, so that no gaps are needed
+        {
+            "merge_gather_idx": ((patches,), np.int64),
+            "positions": ((patches, 2), np.int32),
+            "cu_seqlens": ((slots + 1,), np.int32),
+        }
+    )
+    packed.arrays["cu_seqlens"][:] = offsets = _offsets(grid_hws, slots)
+    kh, kw = merge_kernel_size
+    for start, (h, w) in zip(offsets, grid_hws, strict=False):
+        image = slice(start, start + h * w)
+        windows = np.arange(start, start + h * w).reshape(h // kh, kh, w // kw, kw).transpose(0, 2, 1, 3)
+        packed.arrays["merge_gather_idx"][image].reshape(windows.shape)[...] = windows  # written without a copy
+        columns_rows = packed.arrays["positions"][image].reshape(h, w, 2)
+        columns_rows[..., 0] = np.arange(w)
+        columns_rows[..., 1] = np.arange(h)[:, np.newaxis]
+    return packed
+
+
+def build_merge_gather_idx(grid_hws: Sequence[Grid], merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE) -> Tensor:
+    """(L,) int64 on the host: row r of the merged order is packed patch `index[r]`; for one 2x4 grid 0 1 4 5 2 3 6 7.
+
+    ValueError naming the first grid that the merge kernel does not divide.
+    """
+    return pack_grid_arrays(grid_hws, len(grid_hws), merge_kernel_size).to("cpu")["merge_gather_idx"]
+
+
+def _offsets(grid_hws: Sequence[Grid], slots: int) -> list[int]:
+    """Lengths 8, 4 in three slots give [0, 8, 12, 12]."""
+    offsets = list(accumulate(patch_counts(grid_hws), initial=0))
+    return offsets + offsets[-1:] * (slots - len(grid_hws))

@@ -14,7 +14,7 @@ from transformers import initialization as init
 
 from ..config import EncoderOptions, MoonViTConfig
 from ..geometry import Grid
-from ..kernels.upload import upload
+from ..kernels.memory import upload
 from .checkpoint import StrictPreTrainedModel
 from .layers import Kernels, MoonVitEncoder
 from .merger import patch_merger_packed

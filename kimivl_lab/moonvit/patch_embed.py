@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import MoonViTConfig
-from ..kernels.precision import compute_dtype
+from ..kernels.dispatch import compute_dtype
 from .position import Learnable2DInterpPosEmb
 
 _UINT8_SCALE = 2 / 255

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..geometry import Grid, patch_counts
+from ..kernels.dispatch import compute_dtype
 from ..kernels.memory import empty_rows
-from ..kernels.precision import compute_dtype
 from ..kernels.weight_state import WeightState
 from .position_cache import PositionCache
 

@@ -1,22 +1,23 @@
-"""RoPE-2D: each patch's query and key turned by its column and its row.
+"""RoPE-2D: the angles by which each patch's query and key are rotated, from its column and its row.
 
 theta_i = 10000^(-4i/d), i = 0..d/4-1, d the head size. A patch at row y, column x has d/2 complex factors: slot 2i is
-exp(j * x * theta_i), by the COLUMN; slot 2i+1 is exp(j * y * theta_i), by the ROW. Channels (2c, 2c+1) are slot c's
-real and imaginary part. Angles are float32; the product is float32, cast back to the input's dtype.
+exp(j * x * theta_i), by the COLUMN; slot 2i+1 is exp(j * y * theta_i), by the ROW. Channels (2c, 2c+1) are the real and
+imaginary part of slot c. Angles are float32; the product is float32, cast back to the dtype of q and k. Example: with
+d = 72 the patch at row 3, column 5 has slot 0 = exp(5j) and slot 1 = exp(3j).
 
-Factors are stored as (cos, sin) pairs, float32: the memory of a complex64 number, so both forms are views of one
-tensor. Rows are built from short per-axis vectors: there is no 512x512 table and no buffer, so no cast or device move
-of the tower can round or lose an angle.
+Factors are stored as float32 pairs (cos, sin). A pair has the memory of a complex64 number, so both forms are views of
+one tensor. They are built from one short vector per axis: the tower keeps no table and no buffer of angles, so no cast
+or move of the tower can round them.
 
-`kimivl_lab.kernels.rotation` turns q and k by these factors.
+`kimivl_lab.kernels.rotation` applies the factors.
 
-Source: Rope2DPosEmb and apply_rope of the published MoonViT. (Two serving engines' docstrings name the axes the other
-way round; their code is as here.)
+Source: Rope2DPosEmb and apply_rope of the published MoonViT. (The docstrings of two serving engines exchange the axes;
+their code computes the same as this.)
+Test: tests/test_rope.py. Record: rope__*.csv.
 """
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,10 @@ from ..geometry import MAX_GRID_SIDE, Grid
 
 
 class Rope2DPosEmb:
-    """Angles for a head of `dim` channels; grids of up to `max_height` x `max_width` patches."""
+    """Makes the factors for a head of `dim` channels, for grids of up to `max_height` x `max_width` patches.
+
+    ValueError if `dim` is no multiple of 4; from the methods, for a grid that is larger.
+    """
 
     def __init__(
         self, dim: int, max_height: int = MAX_GRID_SIDE, max_width: int = MAX_GRID_SIDE, theta_base: float = 10000.0
@@ -42,12 +46,12 @@ class Rope2DPosEmb:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """(L, dim/2, 2) pairs (cos, sin) of all patches, packed image after image.
+        """(L, dim/2, 2) pairs (cos, sin) of all patches, image after image: the reference.
 
         Args:
             dtype: float32, or float64 for parity tests.
         """
-        axis = self._axis(torch.arange(self._longest_side(grid_hws), device=device), dtype)  # (longest, d/4, 2)
+        axis = self._axis(self._longest_side(grid_hws), device, dtype)  # (side, d/4, 2)
         parts = [axis.new_empty((0, self.dim // 2, 2))]
         for h, w in grid_hws:
             columns = axis.narrow(0, 0, w).unsqueeze(0).expand(h, -1, -1, -1)  # even slots
@@ -56,12 +60,14 @@ class Rope2DPosEmb:
         return torch.cat(parts)
 
     def gather_cos_sin(self, positions: Tensor, grid_hws: Sequence[Grid], dtype: torch.dtype = torch.float32) -> Tensor:
-        """`get_cos_sin`, bit for bit, on the device of `positions` (L, 2), which `write_positions` filled.
+        """`get_cos_sin`, bit for bit, by one gather: the number of kernels does not depend on the number of images.
 
-        As many kernels whatever the number of images.
+        Args:
+            positions: (L, 2) integers (column, row) of each patch in its grid, as `pack_grid_arrays` writes them. The
+                result is on their device.
         """
-        side = torch.arange(self._longest_side(grid_hws), device=positions.device)
-        axis = torch.view_as_complex(self._axis(side, dtype))  # (longest, d/4)
+        side = self._longest_side(grid_hws)
+        axis = torch.view_as_complex(self._axis(side, positions.device, dtype))  # (side, d/4)
         factors = axis.index_select(0, positions.flatten()).view(-1, 2, axis.shape[1])  # (L, column and row, d/4)
         return torch.view_as_real(factors.transpose(1, 2).flatten(1))
 
@@ -71,14 +77,8 @@ class Rope2DPosEmb:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """(L, dim/2) complex factors of all patches, packed image after image: a view of `get_cos_sin`."""
+        """(L, dim/2) complex factors of all patches, image after image: a view of `get_cos_sin`."""
         return torch.view_as_complex(self.get_cos_sin(grid_hws, device, dtype))
-
-    def get_freqs_cis_by_idx(self, pos_idx: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(..., dim/2) complex factors of patches at `pos_idx` (..., 2), integer pairs (row, column)."""
-        axis = self._axis(pos_idx, dtype)  # (..., 2, d/4, 2)
-        row, column = axis.unbind(-3)
-        return torch.view_as_complex(torch.stack((column, row), dim=-2)).flatten(-2)
 
     def _longest_side(self, grid_hws: Sequence[Grid]) -> int:
         for h, w in grid_hws:
@@ -86,18 +86,8 @@ class Rope2DPosEmb:
                 raise ValueError(f"grid {h}x{w} exceeds the largest, {self.max_height}x{self.max_width}")
         return max((max(grid) for grid in grid_hws), default=0)
 
-    def _axis(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """(..., d/4, 2): (cos, sin) of position * theta_i."""
-        exponents = torch.arange(0, self.dim, 4, device=positions.device, dtype=dtype) / self.dim
-        angles = positions.to(dtype).unsqueeze(-1) * (1.0 / self.theta_base**exponents)
+    def _axis(self, side: int, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
+        """(side, d/4, 2): (cos, sin) of position * theta_i, for positions 0 to side - 1."""
+        exponents = torch.arange(0, self.dim, 4, device=device, dtype=dtype) / self.dim
+        angles = torch.arange(side, device=device).to(dtype).unsqueeze(-1) * (1.0 / self.theta_base**exponents)
         return torch.stack((angles.cos(), angles.sin()), dim=-1)
-
-
-def write_positions(grid_hws: Sequence[Grid], out: np.ndarray) -> None:
-    """Fills `out`, (L, 2) of an integer type, with each patch's (column, row) in its own grid."""
-    start = 0
-    for h, w in grid_hws:
-        grid = out[start : start + h * w].reshape(h, w, 2)
-        grid[..., 0] = np.arange(w)
-        grid[..., 1] = np.arange(h)[:, np.newaxis]
-        start += h * w

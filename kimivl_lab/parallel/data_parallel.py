@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config import MoonViTConfig
 from ..geometry import Grid, as_grid_list, patch_counts, token_counts
-from ..kernels.upload import upload
+from ..kernels.memory import upload
 from .balance import Assignment, QuadraticCost, balance_by_cost, get_dp_encoder_lb_assignment
 from .collectives import all_gather, broadcast
 from .groups import check_group, telling_others

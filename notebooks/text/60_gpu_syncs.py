@@ -65,7 +65,7 @@ from kimivl_lab.measure.roofline import copy_gbps, floor_ms
 from kimivl_lab.syncs.counter import HostSyncError, on_device
 from kimivl_lab.measure.timing import time_interleaved
 from kimivl_lab.lessons.grids_on_device import METADATA_VARIANTS
-from kimivl_lab.kernels.upload import upload
+from kimivl_lab.kernels.memory import upload
 from kimivl_lab.plots import syncs
 
 plots.use_style()

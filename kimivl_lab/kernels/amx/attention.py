@@ -1,15 +1,13 @@
 """Packed attention by `attention.c`: softmax(q k^T / sqrt(d)) v of every image, without a score in memory."""
 
 import ctypes
-from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..memory import empty_rows
-from .library import library
-from .memory import check, scratch
+from ...checks import segment_lengths
+from ..memory import empty_rows, scratch
+from .library import library, require_host
 
 _Strides = ctypes.c_int64 * 6
 
@@ -27,14 +25,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int)
     kernels = library()
     rows, heads, d = q.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check(name, x, q.shape)
-    check("cu_seqlens", cu_seqlens, cu_seqlens.shape[:1], torch.int32)
+        require_host(name, x, q.shape)
+    require_host("cu_seqlens", cu_seqlens, cu_seqlens.shape[:1], torch.int32)
     if not heads or not d:
         raise ValueError(f"there must be heads with channels, got {heads} heads of {d}")
-    offsets = cu_seqlens.tolist()
-    if not offsets or offsets[0] or offsets[-1] > rows or any(end < start for start, end in pairwise(offsets)):
-        raise ValueError(f"offsets must rise from 0 to at most {rows}, the rows of q, got {offsets}")
-    longest = longest_image(offsets, max_seqlen)
+    offsets = cu_seqlens.tolist()  # checked here in every call: a wrong offset would be a read of foreign memory
+    longest = max(segment_lengths(offsets, rows, max_seqlen), default=0)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     cu_seqlens = cu_seqlens.contiguous()
     out = empty_rows(rows, heads * d, q.dtype).view(q.shape)
@@ -58,11 +54,3 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int)
     if failed:
         raise MemoryError("packed attention: no memory for its list of tasks")
     return out
-
-
-def longest_image(offsets: Sequence[int], max_seqlen: int) -> int:
-    """Patches of the longest image between `offsets`. ValueError if the bound `max_seqlen` is below it."""
-    longest = max((end - start for start, end in pairwise(offsets)), default=0)
-    if longest > max_seqlen:
-        raise ValueError(f"max_seqlen {max_seqlen} is below the longest image, {longest} patches")
-    return longest

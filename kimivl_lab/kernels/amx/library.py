@@ -15,11 +15,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from ..dispatch import wants_gradient
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = ("tiles.h", "attention.c", "linear.c", "rope.c")
@@ -71,6 +75,22 @@ def library() -> ctypes.CDLL:
     if isinstance(found, str):
         raise BuildError(found)
     return found
+
+
+def require_host(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> None:
+    """ValueError unless `tensor`, called `name`, is plain host memory of that shape and dtype and wants no gradient.
+
+    The kernels read memory by its address and have no backward.
+    """
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise ValueError(f"{name} must be a plain tensor, got a {type(tensor).__name__}")
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be {tuple(shape)} {dtype} on the CPU, got {tuple(tensor.shape)} {tensor.dtype} on "
+            f"{tensor.device}"
+        )
+    if wants_gradient(tensor):
+        raise ValueError(f"{name} wants a gradient, which this kernel does not give: call it under torch.no_grad()")
 
 
 @cache

@@ -9,9 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..memory import empty_rows
-from .library import library
-from .memory import aligned, check, scratch
+from ..memory import aligned, empty_rows, scratch
+from .library import library, require_host
 
 _SIDE, _TILE = 32, 512  # as in tiles.h
 
@@ -22,7 +21,7 @@ def pack(weight: Tensor) -> Tensor:
     ValueError unless `weight` is plain memory on the host.
     """
     kernels = library()
-    check("weight", weight, weight.shape)
+    require_host("weight", weight, weight.shape)
     weight = weight.contiguous()
     shape = _packed_shape(*weight.shape)
     packed = aligned(math.prod(shape), weight.dtype).view(shape)
@@ -46,13 +45,13 @@ def multiply(
     """
     kernels = library()
     rows, inputs = x.shape
-    check("x", x, x.shape)
-    check("the packed weight", packed, _packed_shape(out_features, inputs))
+    require_host("x", x, x.shape)
+    require_host("the packed weight", packed, _packed_shape(out_features, inputs))
     if bias is not None:
-        check("bias", bias, (out_features,))
+        require_host("bias", bias, (out_features,))
         bias = bias.contiguous()
     if residual is not None:
-        check("residual", residual, (rows, out_features))
+        require_host("residual", residual, (rows, out_features))
         residual = residual.contiguous()
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = empty_rows(rows, out_features, x.dtype)

@@ -6,8 +6,7 @@
 import torch
 from torch import Tensor
 
-from .library import library
-from .memory import check
+from .library import library, require_host
 
 _LARGEST_HEAD = 512
 
@@ -23,13 +22,13 @@ def rotate(qk: Tensor, cos_sin: Tensor) -> None:
     """
     kernels = library()
     rows, two, heads, d = qk.shape
-    check("qk", qk, qk.shape)
+    require_host("qk", qk, qk.shape)
     if d % 2 or d > _LARGEST_HEAD or qk.stride()[1:] != (heads * d, d, 1):
         raise ValueError(
             f"heads must be even, of at most {_LARGEST_HEAD} channels, and one after another, got {d} channels and "
             f"strides {qk.stride()}"
         )
-    check("cos_sin", cos_sin, (rows, d // 2, 2), torch.float32)
+    require_host("cos_sin", cos_sin, (rows, d // 2, 2), torch.float32)
     factors, threads = cos_sin.contiguous(), torch.get_num_threads()
     kernels.rotate(qk.data_ptr(), qk.stride(0), factors.data_ptr(), rows, two * heads, d, threads)
 

@@ -35,7 +35,7 @@ import torch
 from kimivl_lab import count_host_syncs
 from kimivl_lab.measure.accuracy import relative_error
 from kimivl_lab.syncs.counter import on_device
-from kimivl_lab.kernels.upload import upload
+from kimivl_lab.kernels.memory import upload
 
 _ = torch.set_grad_enabled(False)
 
