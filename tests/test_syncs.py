@@ -2,15 +2,18 @@
 
 import inspect
 import json
+import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import rnn
 
 from kimivl_lab import count_host_syncs
 from kimivl_lab.syncs import cuda as cuda_syncs
+from kimivl_lab.syncs import rules
 from kimivl_lab.syncs.counter import HostSyncCounter, HostSyncError, on_device
 from tests.conftest import tiny_tower
 
@@ -70,6 +73,26 @@ SYNCS = {
     "bincount": ("torch.bincount(counts)", {"bincount": 2}),
     "equal": ("torch.equal(x, x + 1)", {"equal": 1}),
     "allclose": ("torch.allclose(x, x + 1)", {"equal": 1}),
+    "argwhere": ("torch.argwhere(x)", {"nonzero": 1}),
+    "one_hot of unknown size": ("F.one_hot(counts)", {"item": 1}),
+    "segment_reduce": (
+        "torch.segment_reduce(x, 'sum', lengths=torch.tensor([2, 4], device='cuda'))",
+        {"copy to device": 1, "segment_reduce": 2},
+    ),
+    "histc of unknown range": ("torch.histc(x, 4)", {"histc": 2}),
+    "bincount of bytes": ("torch.bincount(counts.to(torch.uint8))", {"bincount": 1}),
+    "one sample": ("torch.multinomial(x, 1)", {"multinomial": 2}),
+    "samples without replacement": ("torch.multinomial(x, 2)", {"multinomial": 2}),
+    "searchsorted with a sorter": ("torch.searchsorted(x, x, sorter=x.argsort())", {"searchsorted": 2}),
+    "filled with a device value": ("x.masked_fill(x > 2, x[0])", {"item": 1}),
+    "line between device values": ("torch.linspace(x[0], x[5], 4)", {"item": 2}),
+    "normal with given spreads": ("torch.normal(x, x)", {"bool": 1}),
+    "is_nonzero": ("torch.is_nonzero(x[0])", {"item": 1}),
+    "unique with counts": ("torch.unique(x, return_inverse=True, return_counts=True)", {"unique": 1}),
+    "packed sequences, to be sorted": (
+        "rnn.pack_padded_sequence(x.view(3, 2), [1, 3], enforce_sorted=False)",
+        {"copy to device": 1},
+    ),
     "print": ("str(x)", {"print": 1}),
     "format": ("f'{x[0]:.1f}'", {"print": 1}),
 }
@@ -101,7 +124,34 @@ LOOKALIKES = {
     "nothing copied": "x[:0].tolist() + x[:0].cpu().tolist()",
     "complex view": "torch.view_as_complex(x.view(3, 2)).abs()",
     "the largest, kept on the device": "x.max()",
+    "one_hot of known size": "F.one_hot(counts, 3)",
+    "segment_reduce, unchecked": "torch.segment_reduce(x, 'sum', lengths=counts[:2] * 2, unsafe=True)",
+    "histc of known range": "torch.histc(x, 4, min=0, max=5)",
+    "many samples with replacement": "torch.multinomial(x, 3, replacement=True)",
+    "quantile, its range unchecked": "torch.quantile(x, x[:2])",
+    "searchsorted and bucketize": "torch.searchsorted(x, x), torch.bucketize(x, x)",
+    "masked_scatter": "x.masked_scatter(x > 2, x)",
+    "isin a few": "torch.isin(x, x[:2])",
+    "nonzero of known size": "torch.nonzero_static(x, size=6)",
+    "filled with a host value": "x.masked_fill(x > 2, torch.tensor(1.0))",
+    "tensor_split at host positions": "torch.tensor_split(x, torch.tensor([2, 4]))",
+    "scaled_dot_product_attention": "F.scaled_dot_product_attention(*[x.view(1, 1, 3, 2)] * 3)",
+    "a bag": "F.embedding_bag(counts.view(1, 5), x.view(3, 2))",
+    "dropout, convolution and norm": "F.group_norm(F.conv1d(F.dropout(x.view(1, 1, 6)), x.view(1, 1, 6)[..., :2]), 1)",
+    "packed sequences": "rnn.pack_padded_sequence(x.view(3, 2), [3, 1])",
+    "packed sequences, back": ("rnn.pad_packed_sequence(rnn.pack_padded_sequence(x.view(3, 2), [3, 1]))"),
+    "streams in order": "torch.cuda.Stream().wait_stream(torch.cuda.current_stream()), torch.cuda.Event().record()",
     "padding and sorting": "F.pad(x, (1, 0)).sort().values.cumsum(0)",
+}
+
+
+UNKNOWN = {
+    "matrix inverse": ("torch.linalg.inv(x[:4].view(2, 2) + 1)", ["linalg_inv_ex"], {"linalg check": 1}),
+    "unique rows": ("torch.unique(x.view(2, 3), dim=0)", ["unique_dim"], {}),
+    "isin many": ("torch.isin(x, x.repeat(9))", ["isin"], {}),
+    "a transform": ("torch.fft.fft(x)", ["_fft_r2c"], {}),
+    "recurrence": ("torch.nn.LSTM(2, 3).to('cuda')(x.view(3, 2))[0]", ["lstm"], {"copy to device": 4}),
+    "ctc": ("F.ctc_loss(x.view(3, 1, 2), counts[:1], (3,), (1,))", ["ctc_loss"], {}),
 }
 
 
@@ -109,7 +159,7 @@ def inputs(pretended):
     host = torch.arange(6.0)
     away = [torch.arange(6.0), torch.tensor(2), torch.tensor([1, 2, 0, 1, 1])]
     names = dict(zip(("x", "i", "counts"), on_device(away, pretended=pretended), strict=True))
-    return {**names, "host": host, "torch": torch, "np": np, "F": F}
+    return {**names, "host": host, "torch": torch, "np": np, "F": F, "rnn": rnn}
 
 
 @pytest.mark.parametrize("name", SYNCS)
@@ -119,23 +169,120 @@ def test_every_sync_is_counted_by_its_kind(name, mode):
     with mode():
         counter = count_host_syncs(eval, expression, inputs(pretended=True), pretended=True)
     assert counter.by_kind == kinds
-    assert counter.total == sum(kinds.values())
+    assert (counter.total, counter.unknown) == (sum(kinds.values()), [])
     assert counter.bytes_to_host + counter.bytes_to_device > 0
 
 
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_what_looks_like_a_sync_and_is_none(name):
-    counter = count_host_syncs(eval, LOOKALIKES[name], inputs(pretended=True), pretended=True)
-    assert (counter.total, counter.staged) == (0, [])
+    with HostSyncCounter(pretended=True) as counter:
+        eval(LOOKALIKES[name], inputs(pretended=True))
+    assert (counter.total, counter.staged, counter.unknown) == (0, [], [])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*SYNCS, *LOOKALIKES])
 def test_torchs_debug_mode_counts_the_same(name):
     expression, kinds = SYNCS[name] if name in SYNCS else (LOOKALIKES[name], {})
-    counter = count_host_syncs(eval, expression, inputs(pretended=False), pretended=False)
+    with HostSyncCounter(pretended=False) as counter:
+        eval(expression, inputs(pretended=False))
     assert counter.total == sum(kinds.values())
     assert counter.staged == []
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_not_known_is_reported_and_not_counted_as_nothing(name):
+    expression, operators, kinds = UNKNOWN[name]
+    counter = count_host_syncs(eval, expression, inputs(pretended=True), pretended=True)
+    assert [event.kind for event in counter.unknown] == operators
+    assert counter.by_kind == kinds
+    assert f"{operators[0]} at " in str(counter)
+
+
+def test_every_operator_that_torch_tags_as_reading_has_a_rule_or_is_unknown():
+    reading = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    for full_name in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full_name.removeprefix("aten::").partition(".")
+        if full_name.startswith("aten::") and reading & set(
+            getattr(getattr(torch.ops.aten, name), overload or "default").tags
+        ):
+            assert rules.known().get(name) != "never waits", name
+
+
+def test_the_rules_count_what_a_different_code_path_of_the_cpu_hides():
+    labels = torch.tensor([1, 2, 0])
+    counter = count_host_syncs(F.one_hot, on_device(labels, pretended=True), 4, pretended=True)
+    assert torch.equal(counter.value.cpu(), F.one_hot(labels, 4))
+    assert (counter.launches, counter.bytes_to_host) == (2, 0)  # zeros, scatter_
+    counter = count_host_syncs(F.one_hot, on_device(labels, pretended=True), pretended=True)
+    assert torch.equal(counter.value.cpu(), F.one_hot(labels))
+    assert (counter.launches, counter.bytes_to_host) == (3, 8)
+    with HostSyncCounter(pretended=True), pytest.raises(RuntimeError, match="to be on cpu"):
+        torch.tensor_split(torch.ones(6, device="cuda"), torch.tensor([2, 4], device="cuda"))
+    with HostSyncCounter(pretended=True), pytest.raises(RuntimeError, match="CPU tensor"):
+        rnn.pack_padded_sequence(torch.ones(3, 2, 1, device="cuda"), torch.tensor([3, 1], device="cuda"))
+
+
+def test_synchronize_of_the_device_of_streams_and_of_events_is_counted():
+    def synchronize():
+        event = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(torch.cuda.Stream()) as stream:
+            event.record()
+            torch.ones(3, device="cuda").record_stream(stream)
+        torch.cuda.synchronize()  # here
+        torch.cuda.current_stream().synchronize()
+        stream.synchronize()
+        event.synchronize()
+        torch.accelerator.synchronize()
+        later = stream.record_event()
+        return event.query() and event.elapsed_time(later) >= 0
+
+    original = torch.cuda.synchronize
+    counter = count_host_syncs(synchronize, pretended=True)
+    assert counter.by_kind == {"synchronize": 5} and counter.value
+    lines, first = inspect.getsourcelines(synchronize)
+    line = first + next(n for n, text in enumerate(lines) if "# here" in text)
+    assert [event.line for event in counter.events] == list(range(line, line + 5))
+    with pytest.raises(HostSyncError, match=f"synchronize at .*test_syncs.py:{line}"):
+        count_host_syncs(synchronize, error=True, pretended=True)
+    assert torch.cuda.synchronize is original
+
+
+def test_a_function_that_uses_no_device_tensor_is_an_error_that_says_how_to_move_it():
+    with pytest.raises(ValueError, match=r"mean.*on_device.*kimivl_lab.syncs.counter"):
+        count_host_syncs(torch.mean, torch.ones(3), pretended=True)
+    with pytest.raises(ValueError, match="MoonVitPretrainedModel"):
+        count_host_syncs(tiny_tower(), torch.ones(24, 3, 14, 14), [(4, 6)])
+    moved = on_device(torch.ones(3), pretended=True)
+    assert count_host_syncs(torch.mean, moved, pretended=True).total == 0
+
+
+def test_the_counter_prints_kind_file_and_line():
+    x = on_device(torch.arange(6.0), pretended=True)
+    text = str(count_host_syncs(lambda: (x.max().item(), torch.fft.fft(x)), pretended=True))
+    assert re.search(r"1 host syncs\n  item at test_syncs.py:\d+ in ", text)
+    assert re.search(r"1 unknown operators\n  _fft_r2c at test_syncs.py:\d+ in ", text)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "kind"),
+    [
+        ("item", (torch.ones(()),), "item"),
+        ("where", (torch.ones(3) > 0,), "nonzero"),
+        ("where", (torch.ones(3) > 0, torch.ones(3), 0.0), None),
+        ("repeat_interleave", (torch.ones(3), torch.tensor([1, 2, 0])), "repeat"),
+        ("repeat_interleave", (torch.tensor([1, 2, 0]),), "repeat"),
+        ("repeat_interleave", (torch.ones(3), 2), None),
+        ("__getitem__", (torch.ones(3), torch.ones(3) > 0), "boolean mask"),
+        ("__getitem__", (torch.ones(3), torch.tensor([0, 1])), None),
+        ("one_hot", (torch.tensor([1]),), "item"),
+        ("one_hot", (torch.tensor([1]), 3), None),
+        ("multinomial", (torch.ones(3), 2, True), None),
+        ("add", (torch.ones(3), 1), None),
+    ],
+)
+def test_the_table_answers_for_torch_functions(function, arguments, kind):
+    assert rules.value_read_by(function, arguments, {}) == kind
 
 
 def test_values_read_are_right_and_stay_marked():

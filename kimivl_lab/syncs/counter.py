@@ -1,11 +1,14 @@
 """Counting host syncs: the moments at which Python waits for the GPU before it goes on.
 
     counter = count_host_syncs(fn, *args)      # counter.total, .by_kind, .events (kind, file, line, function), .value
+    print(counter)                             # one line for each wait and for each operator whose waits are unknown
     with HostSyncCounter(error=True): ...      # the first sync raises HostSyncError, which names its line
 
-On a CUDA device the syncs are those that torch.cuda.set_sync_debug_mode reports, launches and bytes the profiler's.
-Where there is none the same code runs on a pretended one, under the rules in `device_costs`; `on_device` puts tensors
-and modules on whichever it is.
+Use it in a test that must hold without a GPU, or to find the line that waits. On a CUDA device the syncs are those that
+torch.cuda.set_sync_debug_mode reports; launches and bytes are the profiler's. Without one the same code runs on a
+pretended device, under the rules in `syncs.rules`. `on_device` puts tensors and modules on whichever it is.
+Example: `count_host_syncs(lambda x: int(x.max()), on_device(torch.arange(6))).by_kind` is {"int": 1}.
+Test: tests/test_syncs.py, tests/test_tower_syncs.py. Record: syncs__*.csv.
 """
 
 import copy
@@ -22,17 +25,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from . import cuda as cuda_syncs
-from . import pretend as device_tensor
-from . import rules as device_costs
+from .cuda import CudaWatch
+from .pretend import PretendDevice, pretend_module, pretend_tensor
+from .watch import Watcher
 
-_MODULES = (cuda_syncs, device_costs, device_tensor, warnings)
-_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, __file__, *(module.__file__ for module in _MODULES))
+_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, warnings.__file__)
 
 
 @dataclasses.dataclass(frozen=True)
 class HostSync:
-    """One wait: its kind, and the innermost line that asked for it and is not torch's."""
+    """One wait: its kind, and the innermost line outside torch and this package that caused it."""
 
     kind: str
     file: str
@@ -51,7 +53,7 @@ class HostSyncError(RuntimeError):
         self.event = event
 
 
-class HostSyncCounter(device_costs.Watcher):
+class HostSyncCounter(Watcher):
     """Counts what the code inside it makes the host wait for. The innermost of nested counters counts.
 
     Args:
@@ -63,6 +65,8 @@ class HostSyncCounter(device_costs.Watcher):
         staged: non-blocking copies between the device and pageable memory, in order. The driver copies them through a
             buffer of its own and may wait for the stream first; torch's debug mode does not see them, and `total`
             leaves them out.
+        unknown: operators that are not known to wait or not, each with its line; `kind` is the operator's name.
+            `total` leaves them out, and `error` does not raise for them. A GPU's own debug mode knows all operators.
         launches: kernels launched; on a pretended device, operators that launch at least one.
         bytes_to_device, bytes_to_host: copied each way.
         value: what the function given to `count_host_syncs` returned.
@@ -74,6 +78,7 @@ class HostSyncCounter(device_costs.Watcher):
         self.pretended = _is_pretended(pretended)
         self.events: list[HostSync] = []
         self.staged: list[HostSync] = []
+        self.unknown: list[HostSync] = []
         self.value: Any = None
 
     @property
@@ -103,21 +108,41 @@ class HostSyncCounter(device_costs.Watcher):
     def stage(self, kind: str) -> None:
         self.staged.append(HostSync(kind, *_users_line()))
 
+    def not_known(self, operator: str) -> None:
+        self.unknown.append(HostSync(operator, *_users_line()))
+
+    def __str__(self) -> str:
+        groups = (("host syncs", self.events), ("staged copies", self.staged), ("unknown operators", self.unknown))
+        lines = []
+        for title, found in groups:
+            if found or title == "host syncs":
+                lines += [f"{len(found)} {title}", *(f"  {event}" for event in found)]
+        return "\n".join(lines)
+
     def _watched_device(self) -> AbstractContextManager[Any]:
         if self.pretended:
-            return device_tensor.PretendDevice(self)
-        return cuda_syncs.CudaWatch(self, error=self.error, profiled=not self.error)
+            return PretendDevice(self)
+        return CudaWatch(self, error=self.error, profiled=not self.error)
 
 
 def count_host_syncs(
     fn: Callable[..., Any], *args: Any, error: bool = False, pretended: bool | None = None, **kwargs: Any
 ) -> HostSyncCounter:
-    """Runs `fn(*args, **kwargs)` once and counts; see `HostSyncCounter`.
+    """Runs `fn(*args, **kwargs)` once and counts its host syncs; see `HostSyncCounter`.
 
-    What `fn` finds on the host stays there: move its arguments with `on_device` first, or inside `fn`.
+    Tensors that `fn` finds on the host stay there: move its arguments with `on_device` first, or inside `fn`.
+
+    Raises:
+        ValueError: `fn` used no tensor on the device, so that nothing could be counted.
     """
     with HostSyncCounter(error=error, pretended=pretended) as counter:
         counter.value = fn(*args, **kwargs)
+    if not counter.touched:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise ValueError(
+            f"count_host_syncs: {name} used no tensor on the device, so no sync could be counted: move its tensors and "
+            f"modules first, with on_device of kimivl_lab.syncs.counter, as in count_host_syncs({name}, on_device(x))"
+        )
     return counter
 
 
@@ -127,7 +152,7 @@ def on_device(value: Any, *, pretended: bool | None = None) -> Any:
     On a pretended device a module's copy shares its weights' memory.
     """
     if _is_pretended(pretended):
-        return _rebuilt(value, device_tensor.pretend_tensor, device_tensor.pretend_module)
+        return _rebuilt(value, pretend_tensor, pretend_module)
     return _rebuilt(value, Tensor.cuda, lambda module: copy.deepcopy(module).cuda())
 
 

@@ -1,9 +1,12 @@
 """The host syncs of a real CUDA device: torch's sync debug mode says when, the profiler what was launched and copied.
 
-A kind is read off the torch function that was running: the debug mode does not know it. The reads of one printing count
-as one.
+`syncs.counter` uses it where there is a CUDA device. The kind of a wait is that of the torch function that was running,
+since the debug mode does not know it. The reads of one printing count as one. `synchronize` of torch.cuda, of streams
+and of events is counted by a wrapper: the debug mode does not see all of them.
+Test: tests/test_syncs.py.
 """
 
+import functools
 import json
 import tempfile
 import warnings
@@ -15,30 +18,22 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
-from .rules import COPY_TO_DEVICE, COPY_TO_HOST, Watcher
+from .rules import COPY_TO_DEVICE, COPY_TO_HOST, READING_FUNCTIONS, SYNCHRONIZE
+from .watch import Watcher
 
 _MESSAGE = "called a synchronizing CUDA operation"
 _MOVES = (Tensor.to, Tensor.cuda, Tensor.copy_)
-_KINDS = {
-    "__bool__": "bool",
-    "__int__": "int",
-    "__float__": "float",
-    "__index__": "index",
+_KINDS = READING_FUNCTIONS | {
     "__getitem__": "boolean mask",
     "__setitem__": "boolean mask",
-    "masked_select": "boolean mask",
-    "cpu": COPY_TO_HOST,
     "cuda": COPY_TO_DEVICE,
     "tensor": COPY_TO_DEVICE,
     "as_tensor": COPY_TO_DEVICE,
     "new_tensor": COPY_TO_DEVICE,
-    "argwhere": "nonzero",
     "where": "nonzero",
     "repeat_interleave": "repeat",
-    "allclose": "equal",
-    "__repr__": "print",
-    "__format__": "print",
 }
 
 
@@ -52,6 +47,7 @@ class CudaWatch(TorchFunctionMode):
         self.profile = profile(activities=[ProfilerActivity.CUDA]) if profiled else None
         self._running: tuple[Any, Any] | None = None
         self._waits = 0
+        self._synchronizing = False
         self._undo = ExitStack()
 
     def __enter__(self) -> "CudaWatch":
@@ -63,6 +59,8 @@ class CudaWatch(TorchFunctionMode):
         warnings.filterwarnings("always", message=_MESSAGE)
         self._undo.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
         torch.cuda.set_sync_debug_mode("error" if self.error else "warn")
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+            self._count_synchronize(owner)
         self._show_others = warnings.showwarning
         warnings.showwarning = self._show  # ty: ignore[invalid-assignment]
         return super().__enter__()
@@ -89,7 +87,27 @@ class CudaWatch(TorchFunctionMode):
                 self._find_staged(func, args, out)
         finally:
             self._running = None
+        if not self.watcher.touched:
+            leaves = tree_leaves((args, kwargs, out))
+            self.watcher.touched = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves)
         return out
+
+    def _count_synchronize(self, owner: Any) -> None:
+        """Until this watch is left, a call of `owner.synchronize` counts as one wait."""
+        original = owner.synchronize
+
+        @functools.wraps(original)
+        def synchronize(*args: Any, **kwargs: Any) -> None:
+            self.watcher.touched = True
+            self.watcher.wait(SYNCHRONIZE)
+            self._synchronizing = True
+            try:
+                original(*args, **kwargs)
+            finally:
+                self._synchronizing = False
+
+        self._undo.callback(setattr, owner, "synchronize", original)
+        owner.synchronize = synchronize
 
     def _show(
         self,
@@ -102,6 +120,8 @@ class CudaWatch(TorchFunctionMode):
     ) -> None:
         if _MESSAGE not in str(message):
             self._show_others(message, category, filename, lineno, file, line)
+            return
+        if self._synchronizing:
             return
         kind = _kind(*self._running) if self._running else "unknown"
         self._waits += 1

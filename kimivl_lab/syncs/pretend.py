@@ -1,14 +1,18 @@
 """A GPU that is not there: tensors that say they live on it, and memory that says it is pinned.
 
-A `DeviceTensor` is a host tensor under another name. Its values, views, in-place updates and gradients are the host's
-own, so code that reads it goes on with right numbers; `device` and `is_cuda` answer as on a GPU, so code takes its GPU
-path. While a `PretendDevice` is entered, `device="cuda"` and `.to("cuda")` give such tensors, and every torch function
-that touches one is watched: here its copies between host and device, in `device_costs` the operators it runs.
+A `DeviceTensor` is a host tensor under another name. Its values, views, in-place updates and gradients are those of the
+host tensor, so code that reads it goes on with right numbers; `device` and `is_cuda` answer as on a GPU, so code takes
+its GPU path. While a `PretendDevice` is entered, `device="cuda"` and `.to("cuda")` give such tensors, and every torch
+function that uses one is watched: its copies between host and device here, its operators in `syncs.watch`.
+torch.cuda.synchronize, streams and events exist, and their waits are reported. `torch.cuda.is_available()` stays False.
 
-A device tensor and a host tensor do not mix, but where torch lets them: single numbers, indices and `copy_`.
+A device tensor and a host tensor do not mix, except where torch lets them: single numbers, indices and `copy_`.
+Not covered: a second device, and what the code of an extension does.
+Test: tests/test_syncs.py.
 """
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import FunctionType
@@ -19,12 +23,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .rules import OperatorWatch, Watcher, is_pinned, mark_pinned
+from .rules import SYNCHRONIZE, UNKNOWN_FUNCTIONS
+from .watch import OperatorWatch, Watcher, is_pinned, mark_pinned
 
 DEVICE = torch.device("cuda", 0)
 
 _MIXING = ("copy_", "__getitem__", "__setitem__", "index_put", "index_put_", "__set__")
-_MIXING += ("_has_compatible_shallow_copy_type",)  # asked by Module.to, of the old parameter and the new
+_MIXING += ("_has_compatible_shallow_copy_type",)  # called by Module.to with the old parameter and the new
+_MIXING += ("tensor_split", "_pack_padded_sequence", "_pad_packed_sequence")  # their lengths are host tensors
+_MIXING += tuple(UNKNOWN_FUNCTIONS)
 
 
 class DeviceTensor(Tensor):
@@ -51,6 +58,9 @@ class DeviceTensor(Tensor):
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(f"can't convert {DEVICE} device type tensor to numpy: copy it to the host first, by cpu()")
+
+    def record_stream(self, s: Any) -> None:
+        """Nothing to do: memory on the pretended device is never given to another stream."""
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.numpy()
@@ -84,6 +94,11 @@ class PretendDevice(TorchFunctionMode):
         )
         future.set_overwrite_module_params_on_conversion(True)  # a module moves by new parameters: the old are no GPU's
         self._undo.enter_context(torch.compiler.set_stance("force_eager"))
+        _entered.append(self.watcher)
+        self._undo.callback(_entered.pop)
+        for owner, name, pretended in _TORCH_CUDA:
+            self._undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, pretended)
         return super().__enter__()
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
@@ -130,11 +145,13 @@ def _call(watcher: Watcher, func: Any, args: Any, kwargs: dict[str, Any]) -> Any
     with torch._C.DisableTorchFunctionSubclass():
         special = _SPECIAL.get(func)
         if special is not None:
-            return special(watcher, func, *args, **kwargs)
+            out = special(watcher, func, *args, **kwargs)
+            watcher.touched |= any(isinstance(leaf, DeviceTensor) for leaf in tree_leaves((args, kwargs, out)))
+            return out
         return _run(watcher, func, args, kwargs)
 
 
-def _run(watcher: Watcher, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run(watcher: Watcher, func: Any, args: Any, kwargs: dict[str, Any], *, reports: bool = True) -> Any:
     """`func`, watched if it works on the device: its tensors live there, or it makes one there."""
     name = getattr(func, "__name__", str(func))
     tensors = _tensors((args, kwargs))
@@ -152,6 +169,10 @@ def _run(watcher: Watcher, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if makes_pinned:
             mark_pinned(out)
         return out
+    watcher.touched = True
+    if name in UNKNOWN_FUNCTIONS:
+        watcher.not_known(name)
+        reports = False
     mixed = [tensor for tensor in tensors if tensor.ndim and not isinstance(tensor, DeviceTensor)]
     if on_device and mixed and name not in _MIXING:
         raise RuntimeError(
@@ -159,7 +180,7 @@ def _run(watcher: Watcher, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
     if isinstance(func, FunctionType):  # torch's own Python code would make tensors on the device it is told
         args, kwargs = tree_map_only(DeviceTensor, _plain, (args, kwargs))
-    with OperatorWatch(watcher, name, on_device):
+    with OperatorWatch(watcher, name, on_device, reports=reports):
         out = func(*args, **kwargs)
     given = {id(tensor) for tensor in tensors}
     if result_on_device:
@@ -274,6 +295,35 @@ def _is_pinned(watcher: Watcher, func: Any, tensor: Tensor, device: Any = None) 
     return not isinstance(tensor, DeviceTensor) and is_pinned(tensor)
 
 
+def _one_hot(watcher: Watcher, func: Any, tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """The steps of one_hot on CUDA, which leaves out the checks of values that it does on the CPU."""
+    if not isinstance(tensor, DeviceTensor) or tensor.numel() == 0:
+        return _run(watcher, func, (tensor, num_classes), {})
+    if num_classes == -1:
+        num_classes = int(_run(watcher, Tensor.item, (_run(watcher, Tensor.max, (tensor,), {}),), {})) + 1
+    made = _run(watcher, torch.zeros, ((*tensor.shape, num_classes),), {"dtype": torch.int64, "device": DEVICE})
+    return _run(watcher, Tensor.scatter_, (made, -1, _mark(tensor.unsqueeze(-1)), 1), {})
+
+
+def _unchecked(watcher: Watcher, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """quantile: its check of `q` reads values on the CPU only, and nothing else in it waits."""
+    return _run(watcher, func, args, kwargs, reports=False)
+
+
+def _tensor_split(watcher: Watcher, func: Any, tensor: Tensor, parts: Any, dim: int = 0) -> Any:
+    if isinstance(parts, DeviceTensor):
+        raise RuntimeError(f"tensor_split expected tensor_indices_or_sections to be on cpu, but it's on {DEVICE}")
+    return _run(watcher, func, (tensor, parts, dim), {})
+
+
+def _with_lengths(watcher: Watcher, func: Any, values: Tensor, lengths: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Packing of sequences: the lengths that go in and come back second are host tensors."""
+    if isinstance(lengths, DeviceTensor):
+        raise RuntimeError(f"{func.__name__}: lengths must be a CPU tensor, but it's on {DEVICE}")
+    values, lengths = _run(watcher, func, (values, lengths, *args), {})
+    return values, _plain(lengths)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.to: _to,
     Tensor.cuda: _cuda,
@@ -287,4 +337,89 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.tensor: _from_data,
     torch.as_tensor: _from_data,
     torch.asarray: _from_data,
+    torch._C._nn.one_hot: _one_hot,
+    **dict.fromkeys((torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile), _unchecked),
+    **dict.fromkeys((torch.tensor_split, Tensor.tensor_split), _tensor_split),
+    **dict.fromkeys((torch._pack_padded_sequence, torch._pad_packed_sequence), _with_lengths),
 }
+
+
+# --- torch.cuda ------------------------------------------------------------------------------------------------------
+
+_entered: list[Watcher] = []  # the watchers of the devices that are entered, the innermost last
+
+
+def _synchronize(*args: Any, **kwargs: Any) -> None:
+    """Stands in for every synchronize: one wait."""
+    _entered[-1].touched = True
+    _entered[-1].wait(SYNCHRONIZE)
+
+
+class PretendEvent:
+    """torch.cuda.Event on the pretended device; elapsed times are those of the host."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.recorded_s: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded_s = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        """Orders two streams on the device: the host does not wait."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "PretendEvent") -> float:
+        """Milliseconds between the two records."""
+        if self.recorded_s is None or end.recorded_s is None:
+            raise ValueError("elapsed_time: both events must be recorded first")
+        return (end.recorded_s - self.recorded_s) * 1e3
+
+    synchronize = _synchronize
+
+
+class PretendStream:
+    """torch.cuda.Stream on the pretended device."""
+
+    device = DEVICE
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Orders two streams on the device: the host does not wait."""
+
+    def wait_event(self, event: Any) -> None:
+        """Orders a stream and an event on the device: the host does not wait."""
+
+    def record_event(self, event: PretendEvent | None = None) -> PretendEvent:
+        event = event or PretendEvent()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> "PretendStream":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    synchronize = _synchronize
+
+
+_STREAM = PretendStream()
+# What is put in place of torch's own while a device is entered.
+_TORCH_CUDA = (
+    (torch.cuda, "synchronize", _synchronize),
+    (torch.accelerator, "synchronize", _synchronize),
+    (torch.cuda, "Stream", PretendStream),
+    (torch.cuda, "Event", PretendEvent),
+    (torch.cuda, "current_stream", lambda device=None: _STREAM),
+    (torch.cuda, "default_stream", lambda device=None: _STREAM),
+    (torch.cuda, "stream", lambda stream: stream or _STREAM),
+    (torch.cuda, "set_stream", lambda stream: None),
+    (torch.cuda, "current_device", lambda: DEVICE.index),
+)

@@ -59,7 +59,7 @@ from kimivl_lab.bench.metadata import array_builders, device_builders
 from kimivl_lab.bench.syncs import loops, pretended_counts
 from kimivl_lab.datasets import data_path, draw_sizes
 from kimivl_lab.measure.accuracy import relative_error
-from kimivl_lab.syncs.rules import Watcher
+from kimivl_lab.syncs.watch import Watcher
 from kimivl_lab.syncs.pretend import PretendDevice
 from kimivl_lab.measure.roofline import copy_gbps, floor_ms
 from kimivl_lab.syncs.counter import HostSyncError, on_device
