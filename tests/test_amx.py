@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions
-from kimivl_lab.graphs.backends import TraceBackend
+from kimivl_lab.graphs.trace import TraceBackend
 from kimivl_lab.kernels.amx import library
 from kimivl_lab.kernels.amx.attention import attend
 from kimivl_lab.kernels.amx.linear import multiply, pack, packed_linear

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from kimivl_lab.graphs.backends import TraceBackend, resolve_backend
+from kimivl_lab.graphs.memory_pool import MemoryPool
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions
-from kimivl_lab.graphs.backends import TraceBackend, resolve_backend
 from kimivl_lab.graphs.guards import GraphCaptureError
-from kimivl_lab.graphs.memory_pool import MemoryPool
 from kimivl_lab.moonvit.model import MoonVitPretrainedModel
 from tests.conftest import pixels_for, relative_error, small_tower
 

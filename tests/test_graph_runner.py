@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from kimivl_lab.graphs.engine_protocol import EncoderItemSpec, ImageInputs
 
 from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions, split_image_features
 from kimivl_lab.geometry import token_counts
-from kimivl_lab.graphs.engine_protocol import EncoderItemSpec, ImageInputs
 from kimivl_lab.graphs.weights import StaleGraphError
 from kimivl_lab.planner.engines import static_bytes
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, small_tower, tiny_encoder, tiny_tower

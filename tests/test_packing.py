@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kimivl_lab.graphs.traffic import Traffic, pack_traffic
 
 from kimivl_lab.graphs.packing import (
     PACKERS,
@@ -16,7 +17,6 @@ from kimivl_lab.graphs.packing import (
     pack_next_fit,
     pack_next_fit_deferred,
 )
-from kimivl_lab.graphs.traffic import Traffic, pack_traffic
 
 POWERS_OF_TWO = [64 * 2**k for k in range(8)]
 

@@ -1,18 +1,22 @@
-"""What a capture refuses, on either backend, with the line that asked for it.
+"""Refuses what no graph can hold, on either backend, and names the line that did it.
 
 A graph replays operators at fixed addresses and nothing else. So during a capture it is an error to
 
-    read a device's value on the host     the value, and all that Python decides by it, would be frozen
-    look a grid up in a position cache    that grid's embedding would be frozen, or the cache filled with graph memory
-    run a collective                      unless the caller allows it and the communicator can be captured: a rank
-                                          with no image captures nothing, and its peers would wait for it
+    read a device value on the host       the value, and every branch that depends on it, would be frozen
+    look a grid up in a position cache    the embedding of that grid would be frozen, or the cache would keep memory of
+                                          the graph
+    run a collective                      a rank without images captures nothing, so its peers would wait for ever;
+                                          allowed where the caller says so and the communicator can be captured
+
+Test: tests/test_graph_backends.py, tests/test_faults_graphs.py.
 """
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,19 +37,22 @@ _READS = {
 
 
 class GraphCaptureError(RuntimeError):
-    """A forward cannot be captured; the message names the line that stands in the way."""
+    """A forward cannot be captured; the message names the line that prevents it."""
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Inside it, reading a tensor's value, or a size that depends on values, raises `GraphCaptureError`.
+    """Inside it, a read of a tensor's value, or of a size that depends on values, raises `GraphCaptureError`.
 
-    What an operator registered with torch.library does inside is its own affair.
+    For a CPU, where the host can read every tensor; on a GPU `HostSyncCounter` sees the reads. Reads inside an operator
+    that is registered with torch.library are not checked: a trace holds that operator as one node.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _READS or _selects_by_value(name, args, kwargs or {}):
-            raise GraphCaptureError(f"capture: {name.strip('_')}() reads a device value {_where(sys._getframe(1))}")
+            raise GraphCaptureError(
+                f"capture: {name.strip('_')}() reads a device value {_where(walk_stack(sys._getframe(1)))}"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -55,7 +62,7 @@ class CollectiveGuard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _COLLECTIVES:
             raise GraphCaptureError(
-                f"capture: collective {func} {_where(sys._getframe(1))}; data parallelism captures each rank's own "
+                f"capture: collective {func} {_where(walk_stack(sys._getframe(1)))}; data parallelism captures each rank's own "
                 f"work, outside of collectives, and tensor parallelism needs tensor_parallel_group and NCCL"
             )
         return func(*args, **(kwargs or {}))
@@ -63,7 +70,7 @@ class CollectiveGuard(TorchDispatchMode):
 
 @contextmanager
 def position_caches_untouched(module: nn.Module) -> Generator[None]:
-    """Raises `GraphCaptureError` when one of the position caches in `module` is looked into."""
+    """Raises `GraphCaptureError` at its end if a position cache in `module` was used inside it."""
     caches = [cache for part in module.modules() for cache in vars(part).values() if isinstance(cache, PositionCache)]
     before = [_lookups(cache) for cache in caches]
     yield
@@ -75,18 +82,20 @@ def position_caches_untouched(module: nn.Module) -> Generator[None]:
 
 
 @contextmanager
-def errors_named() -> Generator[None]:
-    """Turns a RuntimeError of a capture into a `GraphCaptureError` that names the innermost line outside torch."""
+def capture_errors() -> Generator[None]:
+    """Inside it, a RuntimeError becomes a `GraphCaptureError` that names the innermost line outside torch."""
     try:
         yield
     except GraphCaptureError:
         raise
     except RuntimeError as error:
-        raise GraphCaptureError(f"capture: {str(error).splitlines()[0]} {_where(_frames(error))}") from error
+        raise GraphCaptureError(
+            f"capture: {str(error).splitlines()[0]} {_where(reversed(list(walk_tb(error.__traceback__))))}"
+        ) from error
 
 
 def _selects_by_value(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """`x[mask]`, `where(mask)` and repeats by a tensor: results whose size is in the values."""
+    """Whether the size of the result depends on values: `x[mask]`, `where(mask)`, repeats by a tensor."""
     if name == "where":
         return len(args) + len(kwargs) == 1
     if name == "repeat_interleave":
@@ -102,25 +111,8 @@ def _lookups(cache: PositionCache) -> int:
     return cache.stats.hits + cache.stats.misses
 
 
-def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
-    """(frame, line) of a traceback, innermost first."""
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        assert isinstance(trace, TracebackType)
-        frames.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return frames[::-1]
-
-
-def _where(source: FrameType | list[tuple[FrameType, int]]) -> str:
-    """ "at file:line in function", of the innermost frame that is neither torch's nor this package's."""
-    if isinstance(source, FrameType):
-        frames, frame = [], source
-        while frame is not None:
-            frames.append((frame, frame.f_lineno))
-            frame = frame.f_back
-    else:
-        frames = source
+def _where(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """ "at file:line in function", for the first of (frame, line) that is neither torch's nor this package's."""
     for frame, line in frames:
         if not os.path.abspath(frame.f_code.co_filename).startswith(_NOT_THE_USERS):
             return f"at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"

@@ -1,19 +1,28 @@
-"""Images of one call -> replays of captured graphs: two greedy rules and the exact optimum, behind one signature.
+"""Packs the images of one call into replays of captured graphs.
 
-A graph of budget B computes B merged tokens whatever it is given, and takes at most `max_images` images. Every packer
-sorts the images by tokens and cuts that order into runs; one run is one replay, in a budget that holds it. An image
-larger than every budget runs eager, alone. The greedy rules are vLLM's, read in `EncoderCudaGraphManager` of 0.32.
+A graph of budget B always computes B merged tokens, and it takes at most `max_images` images. Every packer sorts the
+images by tokens and cuts that order into runs. One run is one replay, in the smallest budget that holds the run. An
+image that is larger than every budget runs eager, alone. Images of 90, 100 and 1,000 tokens and budgets 256, 1024 and
+2048 give:
+
+    next_fit            one replay of 2048     fills a run up to the LARGEST budget; vLLM before 0.32
+    next_fit_deferred   replays of 256, 1024   closes a run early where two budgets are smaller than one; vLLM 0.32
+    exact               replays of 256, 1024   the cut with the fewest rows; of equal cuts the one with fewer replays
+
+`pack` packs one call and is the reference. `pack_many` packs many calls of one size at once, over arrays, for the
+planner; `test_many_calls_at_once_are_packed_as_one_by_one` compares the two. This module imports no torch, because the
+planner works without it. The greedy rules were read in `EncoderCudaGraphManager` of vLLM 0.32.
+
+Test: tests/test_packing.py.
 """
 
-import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+
+import numpy as np
 
 from ..checks import as_positive
-
-Cost: TypeAlias = Callable[[int], float] | Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -22,84 +31,75 @@ class Replay:
 
     images: tuple[int, ...]  # indices into the call's list, fewest tokens first
     tokens: int  # real merged tokens
-    budget: int | None  # None: eager, fits no budget
+    budget: int | None  # None: eager
 
     @property
     def rows(self) -> int:
-        """Merged tokens computed: the budget; eager, what is there."""
+        """Merged tokens that are computed: the budget, or the real tokens of an eager call."""
         return self.tokens if self.budget is None else self.budget
 
 
-def pack_next_fit(
-    tokens: Sequence[int], budgets: Iterable[int], max_images: int, cost: Cost | None = None
-) -> list[Replay]:
-    """Fills each run up to the LARGEST budget, then replays it in the smallest that holds it: vLLM before 0.32.
+def pack(tokens: Sequence[int], budgets: Iterable[int], max_images: int, packing: str = "exact") -> list[Replay]:
+    """Packs one call by the rule called `packing`.
+
+    Example: `pack([10, 10, 10, 10], [10, 20, 40], 8)` is one replay of 40.
 
     Args:
         tokens: merged tokens of each image, 1 or more.
         budgets: merged tokens of the captured graphs, in any order; repeats count once.
         max_images: most images in one replay.
-        cost: checked, but the rule looks at no cost.
+        packing: a key of `PACKERS`.
 
     Raises:
-        ValueError: no budgets; tokens, a budget or `max_images` that is not a positive integer; a cost that is missing,
-            negative or not finite.
+        ValueError: an unknown rule; no budgets; tokens, a budget or `max_images` that is not a positive integer.
     """
-    return _pack_greedily(tokens, budgets, max_images, cost, lambda run, image, ladder: False)
+    if packing not in PACKERS:
+        raise ValueError(f"unknown packing {packing!r}: one of {', '.join(PACKERS)}")
+    return PACKERS[packing](tokens, budgets, max_images)
 
 
-def pack_next_fit_deferred(
-    tokens: Sequence[int], budgets: Iterable[int], max_images: int, cost: Cost | None = None
-) -> list[Replay]:
-    """Next-fit that closes a run early where that lowers the budgets' sum: vLLM 0.32.
+def pack_next_fit(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -> list[Replay]:
+    """Fills each run up to the LARGEST budget, then replays it in the smallest that holds it. Arguments as of `pack`."""
+    return _pack_greedily(tokens, budgets, max_images, lambda run, image, ladder: False)
 
-    With B(x) the smallest budget that holds x tokens, the next image begins a run of its own if
+
+def pack_next_fit_deferred(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -> list[Replay]:
+    """Next-fit that closes a run early where that lowers the sum of budgets. Arguments as of `pack`.
+
+    With B(x) the smallest budget that holds x tokens, the next image begins a new run if
 
         B(run) + B(image) < B(run + image)    and    B(image) >= B(run)
-
-    Arguments and errors are those of `pack_next_fit`.
     """
 
     def defers(run: int, image: int, ladder: Sequence[int]) -> bool:
         of_run, alone, merged = (ladder[bisect_left(ladder, held)] for held in (run, image, run + image))
         return of_run + alone < merged and alone >= of_run
 
-    return _pack_greedily(tokens, budgets, max_images, cost, defers)
+    return _pack_greedily(tokens, budgets, max_images, defers)
 
 
-def pack_exact(
-    tokens: Sequence[int], budgets: Iterable[int], max_images: int, cost: Cost | None = None
-) -> list[Replay]:
-    """The cheapest cut of the sorted images into runs, by dynamic programming over where the last run begins:
+def pack_exact(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -> list[Replay]:
+    """The cut of the sorted images with the fewest rows; of equal cuts, one with the fewest replays.
 
-        best[end] = min over start of best[start] + price(tokens of start..end-1)
+    Dynamic programming over where the last run begins, O(n * max_images):
 
-    with price(x) that of the cheapest budget which holds x. O(n * max_images). Exact over every cut of the sorted
-    order, whatever the cost, hence never dearer than a greedy rule; groups of images that are not neighbours in that
-    order are not tried, though some are cheaper. Of equally cheap cuts the one with the fewest replays is taken.
+        best[end] = min over start of best[start] + (B(tokens of start..end-1), 1)        pairs (rows, replays)
 
-    Args:
-        tokens, budgets, max_images: as of `pack_next_fit`.
-        cost: of one replay by budget, a function or a mapping, 0 or more; measured milliseconds, say. Default: the
-            budget itself, the rows that are computed.
-
-    Raises:
-        ValueError: as `pack_next_fit`.
+    The result never has more rows than a greedy rule's. Groups of images that are not neighbours in the sorted order
+    are not tried, though some need fewer rows. Arguments as of `pack`.
     """
     tokens, ladder, order, eager = _prepare(tokens, budgets, max_images)
-    cheapest = _cheapest(ladder, cost)
-    best = [(0.0, 0)]  # (cost, replays) of the first images, by their number
+    best = [(0, 0)]  # by number of images: (rows, replays) of the first so many
     cuts: list[tuple[int, int, int]] = []  # by end - 1: where the last run begins, its tokens, its budget
     for end in range(1, len(order) + 1):
-        least, cut, held = (math.inf, 0), (0, 0, 0), 0
+        options, held = [], 0
         for start in range(end - 1, max(end - max_images, 0) - 1, -1):
             held += tokens[order[start]]
             if held > ladder[-1]:
                 break
-            price, budget = cheapest[bisect_left(ladder, held)]
-            candidate = (best[start][0] + price, best[start][1] + 1)
-            if candidate < least:
-                least, cut = candidate, (start, held, budget)
+            budget = ladder[bisect_left(ladder, held)]
+            options.append(((best[start][0] + budget, best[start][1] + 1), (start, held, budget)))
+        least, cut = min(options, key=lambda option: option[0])
         best.append(least)
         cuts.append(cut)
     replays, end = [], len(order)
@@ -125,11 +125,9 @@ def _pack_greedily(
     tokens: Sequence[int],
     budgets: Iterable[int],
     max_images: int,
-    cost: Cost | None,
     defers: Callable[[int, int, Sequence[int]], bool],
 ) -> list[Replay]:
     tokens, ladder, order, eager = _prepare(tokens, budgets, max_images)
-    _cheapest(ladder, cost)
     replays: list[Replay] = []
     run: list[int] = []
     held = 0
@@ -160,15 +158,101 @@ def _prepare(
     return counts, ladder, fitting, [Replay((image,), counts[image], None) for image in order[len(fitting) :]]
 
 
-def _cheapest(ladder: Sequence[int], cost: Cost | None) -> list[tuple[float, int]]:
-    """(cost, budget) of the cheapest budget at or above each one; of equals the smallest."""
-    cheapest: list[tuple[float, int]] = []
-    for budget in reversed(ladder):
-        try:
-            price = float(budget if cost is None else cost[budget] if isinstance(cost, Mapping) else cost(budget))
-        except KeyError:
-            raise ValueError(f"no cost is given for budget {budget}") from None
-        if not 0 <= price < math.inf:
-            raise ValueError(f"the cost of budget {budget} must be 0 or more and finite, got {price}")
-        cheapest.append(min([(price, budget), *cheapest[-1:]]))
-    return cheapest[::-1]
+# --- many calls at once ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """C calls of n images each.
+
+    Attributes:
+        tokens: (C, n) int64, merged tokens of each image, ascending in each call.
+        weights: (C,) float64, how often each call comes.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+    @property
+    def real_rows(self) -> float:
+        """Merged tokens in all calls."""
+        return float(self.weights @ self.tokens.sum(axis=1))
+
+
+@dataclass(frozen=True)
+class Replays:
+    """The R replays of all calls, in no particular order.
+
+    Attributes:
+        tokens: (R,) int64, real merged tokens of each.
+        weights: (R,) float64, of its call.
+        steps: (R,) int64, position of its budget; the number of budgets where the replay is eager.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    steps: np.ndarray
+
+
+def pack_many(calls: Traffic, budgets: Sequence[int], max_images: int, packing: str = "exact") -> Replays:
+    """Packs every call as `pack` does.
+
+    Args:
+        budgets: merged tokens, ascending, each once.
+        max_images, packing: as of `pack`.
+    """
+    ladder = np.asarray(budgets, dtype=np.int64)
+    if packing == "exact":
+        return _pack_many_exactly(calls, ladder, max_images)
+    return _pack_many_greedily(calls, ladder, max_images, deferred=packing == "next_fit_deferred")
+
+
+def _pack_many_exactly(calls: Traffic, ladder: np.ndarray, max_images: int) -> Replays:
+    count, images = calls.tokens.shape
+    # One integer orders (rows, replays): a call has at most `images` replays, so one row outweighs all of them.
+    price = np.append(ladder * (images + 1) + 1, np.iinfo(np.int64).max // 4)
+    offsets = np.concatenate((np.zeros((count, 1), dtype=np.int64), calls.tokens.cumsum(axis=1)), axis=1)
+    best = np.zeros((count, images + 1), dtype=np.int64)
+    cuts = np.zeros((count, images + 1), dtype=np.int64)  # by end: where the last run begins
+    rows = np.arange(count)
+    for end in range(1, images + 1):
+        starts = np.arange(end - 1, max(end - max_images, 0) - 1, -1)
+        step = np.searchsorted(ladder, offsets[:, end : end + 1] - offsets[:, starts])
+        options = best[:, starts] + price[step]  # (C, starts)
+        eager = step[:, 0] == len(ladder)
+        options[eager, 0] = best[eager, end - 1]
+        pick = options.argmin(axis=1)
+        best[:, end] = options[rows, pick]
+        cuts[:, end] = starts[pick]
+    tokens, weights = [], []
+    end = np.full(count, images)
+    while len(rows):
+        start = cuts[rows, end]
+        tokens.append(offsets[rows, end] - offsets[rows, start])
+        weights.append(calls.weights[rows])
+        rows, end = rows[start > 0], start[start > 0]
+    held = np.concatenate(tokens)
+    return Replays(held, np.concatenate(weights), np.searchsorted(ladder, held))
+
+
+def _pack_many_greedily(calls: Traffic, ladder: np.ndarray, max_images: int, deferred: bool) -> Replays:
+    padded = np.append(ladder, np.iinfo(np.int64).max // 4)
+
+    def fitting(tokens: np.ndarray) -> np.ndarray:
+        return padded[np.searchsorted(ladder, tokens)]
+
+    held = calls.tokens[:, 0].copy()
+    images = np.ones_like(held)
+    tokens, weights = [], []
+    for image in calls.tokens.T[1:]:
+        merged = held + image
+        closes = (images == max_images) | (merged > ladder[-1])
+        if deferred:
+            of_run, alone = fitting(held), fitting(image)
+            closes |= (of_run + alone < fitting(merged)) & (alone >= of_run)
+        tokens.append(held[closes])
+        weights.append(calls.weights[closes])
+        held = np.where(closes, image, merged)
+        images = np.where(closes, 1, images + 1)
+    all_held = np.concatenate([*tokens, held])
+    return Replays(all_held, np.concatenate([*weights, calls.weights]), np.searchsorted(ladder, all_held))

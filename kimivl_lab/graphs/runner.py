@@ -1,19 +1,21 @@
-"""The encoder by captured graphs: images packed into token budgets, replayed, copied out to the caller in order.
+"""Encodes images by captured graphs: capture the forward, copy inputs, replay, copy out.
 
     runner = EncoderCudaGraphRunner(tower, budgets=[64, 256, 1104], max_images=8)
-    features = runner(batch.pixel_values, batch.image_grid_hws)         # (T, 4, D), the caller's own
+    features = runner(batch.pixel_values, batch.image_grid_hws)         # (T, 4, D), a new tensor
     print(runner.stats)
 
-A graph of budget B computes B merged tokens whatever it is given. What fits no budget, or would waste more than
-`max_waste`, runs eager, is counted, and is right. Everything that depends on the images is an input of the graph and
-comes from the one metadata builder that the eager tower uses.
+A graph of budget B always computes B merged tokens. Images are packed into budgets (`packing`); an image that fits no
+budget, or that would waste more than `max_waste`, runs eager, is counted, and is right. Everything that depends on the
+images is an input of the graph (`inputs`) and comes from the metadata builder that the eager tower uses.
+
+Test: tests/test_graph_runner.py, tests/test_faults_graphs.py. Record: graphs__*.csv.
 """
 
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +25,12 @@ from ..checks import as_positive
 from ..config import MoonViTConfig
 from ..geometry import Grid, as_grid_list
 from ..moonvit.model import MoonVitPretrainedModel
-from .backends import Graph, resolve_backend
-from .engine_protocol import EncoderItemSpec, ImageInputs, SupportsEncoderCudaGraph, TowerGraphs
+from .cuda import CapturedGraph, CudaBackend
 from .guards import position_caches_untouched
-from .inputs import StaticInputs
-from .packing import PACKERS, Cost, Replay, as_budgets
+from .inputs import EncoderItemSpec, StaticInputs, SupportsEncoderCudaGraph, TowerGraphs
+from .packing import Replay, as_budgets, pack
 from .stats import Calls, GraphCalls, RunnerStats
+from .trace import TraceBackend
 from .weights import CapturedWeights
 
 
@@ -36,34 +38,33 @@ from .weights import CapturedWeights
 class Captured:
     """What replays need: graphs by budget, the inputs that they read, the weights that they were captured with."""
 
-    graphs: dict[int, Graph]
+    graphs: dict[int, CapturedGraph]
     inputs: StaticInputs
     weights: CapturedWeights
 
 
 class EncoderCudaGraphRunner:
-    """Called like the tower or encoder that it runs, and in its place, also by `run_dp_sharded_vision_model`.
+    """Called like the tower or encoder that it runs, and usable in its place, also by `run_dp_sharded_vision_model`.
 
-    Not for several threads at once: all graphs share their inputs and their pool.
+    Not for several threads or streams at once: all graphs share their inputs and their pool.
 
     Args:
         model: a tower, (T, 4, D) out, or a KimiVLEncoder, (T, text hidden size) out.
         budgets: merged tokens of each graph.
         max_images: most images in one replay; may exceed the smallest budget.
-        backend: "cuda", "trace" or "auto", see `backends`.
-        packing: of several images, a key of `PACKERS`.
-        costs: of one replay by budget, by which "exact" packs; rows when None.
-        max_waste: rows over real merged tokens, above which images run eager; None: no bound.
-        pixel_dtype: of the patches that will come, the tower's floats when None, torch.uint8 for raw ones. Others run
-            eager.
-        tensor_parallel_group: a tensor-parallel tower's group, to say that its collectives may be captured. Without it
-            a collective inside is refused: in data parallelism each rank captures and replays its own work alone.
-        poison: what to fill with NaN before each replay, to find out who reads it: "pool" (and the output), which none
-            may read before it is written, "padding" or both. Padding is zero otherwise, and should be: masked attention
-            lets its NaN through, and so do some bfloat16 products of a CPU.
+        backend: "cuda", "trace" (on a CPU) or "auto".
+        packing: how several images share replays, a key of `PACKERS`.
+        max_waste: highest allowed ratio of computed to real merged tokens; above it images run eager. None: no limit.
+        pixel_dtype: of the patches that will come: the tower's floats when None, torch.uint8 for raw ones. The other
+            kind runs eager.
+        tensor_parallel_group: the group of a tensor-parallel tower: its collectives are captured. Without it a
+            collective is refused: in data parallelism each rank captures and replays its part of the work alone.
+        poison: debugging: fill memory with NaN before each replay, so that a read of what was not written shows.
+            "pool": intermediate results and the output. "padding": input rows past the images. Leave padding at zero
+            in production: NaN there passes through masked attention and some bfloat16 products of a CPU.
 
     Raises:
-        ValueError: budgets that are none, doubled, not positive, or that no images can reach; an unknown name; a
+        ValueError: budgets that are empty, doubled, not positive, or that no images can reach; an unknown name; a
             backend that does not run on the model's device; a group whose communicator cannot be captured.
     """
 
@@ -75,7 +76,6 @@ class EncoderCudaGraphRunner:
         *,
         backend: str = "auto",
         packing: str = "exact",
-        costs: Cost | None = None,
         max_waste: float | None = 2.0,
         pixel_dtype: torch.dtype | None = None,
         tensor_parallel_group: ProcessGroup | None = None,
@@ -83,17 +83,15 @@ class EncoderCudaGraphRunner:
     ) -> None:
         self.model = TowerGraphs(model) if isinstance(model, MoonVitPretrainedModel) else model
         self.max_images = as_positive("max_images", max_images)
-        self.budgets = _checked(budgets, self.model.get_encoder_cudagraph_budget_range(max_images)[1])
-        if packing not in PACKERS:
-            raise ValueError(f"unknown packing {packing!r}: one of {', '.join(PACKERS)}")
-        PACKERS[packing]([1], self.budgets, max_images, costs)  # a cost that is missing or wrong shows now
+        self.budgets = _checked(budgets, self.model.get_encoder_cudagraph_budget_range(self.max_images)[1])
+        pack([], self.budgets, self.max_images, packing)  # an unknown name is an error now
         if max_waste is not None and not max_waste >= 1:
-            raise ValueError(f"max_waste is rows over real tokens, at least 1, got {max_waste}")
+            raise ValueError(f"max_waste is computed over real tokens, at least 1, got {max_waste}")
         if tensor_parallel_group is not None and (name := get_backend(tensor_parallel_group)) != "nccl":
             raise ValueError(f"tensor_parallel_group: {name} cannot be captured, NCCL can")
         if unknown := set(poison) - {"pool", "padding"}:
             raise ValueError(f"poison: 'pool' and 'padding' are known, not {', '.join(sorted(unknown))}")
-        self.packing, self.costs, self.max_waste = packing, costs, max_waste
+        self.packing, self.max_waste = packing, max_waste
         self.pixel_dtype = pixel_dtype
         self.tensor_parallel_group = tensor_parallel_group
         self.poison = poison
@@ -119,51 +117,53 @@ class EncoderCudaGraphRunner:
 
     def reset(self) -> None:
         """Drops graphs, buffers and counters; the next call captures anew, with the weights as they are then."""
-        self.__dict__.pop("captured", None)
+        self._captured: Captured | None = None
         self.backend = resolve_backend(self._backend_name, self.device)
         self.stats = RunnerStats()
 
-    def capture(self) -> None:
-        """Captures every budget, the largest first; does nothing when that is done. The first call does it otherwise.
+    def capture(self) -> Captured:
+        """Captures a graph for every budget, if that is not done yet; the first call of the runner does it otherwise.
 
         Raises:
             ValueError: a compiled tower with backend="trace".
             GraphCaptureError: the forward does what no graph can hold; the message names the line.
         """
-        _ = self.captured
-
-    @cached_property
-    def captured(self) -> Captured:
-        """What `capture` made."""
+        if self._captured is not None:
+            return self._captured
         options = self.tower.options
         if self.backend.name == "trace" and (options.compile or options.rope == "compiled"):
             raise ValueError("backend='trace' records operators, which compiled code hides: compile=False, rope='auto'")
         module = self.model if isinstance(self.model, nn.Module) else self.tower
-        names = self.model.get_encoder_cudagraph_config().buffer_keys
+        names = self.model.get_encoder_cudagraph_config()["buffer_keys"]
 
         def forward(*values: Tensor) -> Tensor:
             with position_caches_untouched(module):
                 return self.model.encoder_cudagraph_forward(dict(zip(names, values, strict=True)))
 
-        with torch.inference_mode(False), torch.no_grad():  # in this order: the first turns gradients on
+        graphs: dict[int, CapturedGraph] = {}
+        calls: dict[int, GraphCalls] = {}
+        # The first capture may happen in a caller's inference mode. Buffers made there could not be written outside
+        # it, so leave that mode. Leaving it turns gradients on, and a graph holds no backward: so no_grad comes second.
+        with torch.inference_mode(False), torch.no_grad():
             buffers = self.model.prepare_encoder_cudagraph_capture_inputs(
                 self.budgets[-1], self.max_images, self.pixel_dtype
             )
-            inputs, weights = StaticInputs(buffers.values), CapturedWeights(module)
-            graphs = {
-                budget: self.backend.capture(
+            inputs, weights = StaticInputs(buffers), CapturedWeights(module)
+            for budget in reversed(self.budgets):  # the largest first: smaller graphs then fit in its part of the pool
+                start, before = time.perf_counter(), self.backend.nbytes
+                graphs[budget] = self.backend.capture(
                     forward,
-                    inputs.first(budget * self._merge_size),
+                    inputs.views(budget * self._merge_size),
                     weights.packed_copies,
                     allow_collectives=self.tensor_parallel_group is not None,
                 )
-                for budget in reversed(self.budgets)
-            }
+                calls[budget] = GraphCalls(
+                    capture_seconds=time.perf_counter() - start, nbytes=self.backend.nbytes - before
+                )
+        self.stats.graphs = {budget: calls[budget] for budget in self.budgets}
         self.stats.input_bytes = inputs.nbytes
-        for budget in self.budgets:
-            graph = graphs[budget]
-            self.stats.graphs[budget] = GraphCalls(capture_seconds=graph.seconds, nbytes=graph.nbytes)
-        return Captured(graphs, inputs, weights)
+        self._captured = Captured(graphs, inputs, weights)
+        return self._captured
 
     @torch.no_grad()
     def __call__(self, pixel_values: Tensor, image_grid_hws: Sequence[Grid] | Tensor) -> Tensor:
@@ -174,27 +174,28 @@ class EncoderCudaGraphRunner:
             image_grid_hws: (n, 2) host integers (h, w) in patches.
 
         Returns:
-            The model's own result, packed in the order of the images, in memory of its own; without gradient.
+            The model's result, packed in the order of the images, in a new tensor without gradient.
 
         Raises:
             ValueError: grids and pixels that the model refuses.
             StaleGraphError: a weight was replaced or moved after the capture.
         """
-        self.captured.weights.check()
-        inputs: ImageInputs = {"pixel_values": pixel_values, "image_grid_hws": as_grid_list(image_grid_hws)}
-        specs = self.model.get_encoder_cudagraph_item_specs(inputs)
+        self.capture().weights.check()
+        batch = {"pixel_values": pixel_values, "image_grid_hws": as_grid_list(image_grid_hws)}
+        specs = self.model.get_encoder_cudagraph_item_specs(batch)
         self.tower.check_pixels(pixel_values, sum(spec.input_size for spec in specs))
         if not specs:
-            return self.model.encoder_eager_forward(inputs)
+            return self.model.encoder_eager_forward(batch)
         offsets = list(accumulate((spec.output_tokens for spec in specs), initial=0))
         out = None
         for replay, counted in self._plan(specs, pixel_values.dtype):
             start = time.perf_counter()
             images = sorted(replay.images)
-            part = self.model.select_encoder_cudagraph_items(inputs, images)
+            part = self.model.select_encoder_cudagraph_items(batch, images)
             features = self.model.encoder_eager_forward(part) if replay.budget is None else self._replay(part, replay)
             if out is None:
                 out = features.new_empty((offsets[-1], *features.shape[1:]))
+            # copy out: the next replay overwrites the graph's output, and the caller gets the images' own order
             sizes = [specs[image].output_tokens for image in images]
             for image, rows in zip(images, features[: replay.tokens].split(sizes), strict=True):
                 out[offsets[image] : offsets[image + 1]].copy_(rows)
@@ -202,9 +203,26 @@ class EncoderCudaGraphRunner:
         assert out is not None
         return out
 
-    def graph(self, budget: int) -> Graph:
+    def graph(self, budget: int) -> CapturedGraph:
         """The graph of one of the budgets, captured if it has not been."""
-        return self.captured.graphs[budget]
+        return self.capture().graphs[budget]
+
+    def _replay(self, part: dict[str, Any], replay: Replay) -> Tensor:
+        """The graph's static output, of which the first `replay.tokens` rows are the images'."""
+        assert replay.budget is not None
+        graph, inputs = self.graph(replay.budget), self.capture().inputs
+        rows = replay.budget * self._merge_size
+        # copy inputs
+        values = self.model.prepare_encoder_cudagraph_replay_buffers(part, self.max_images)
+        inputs.write(values, len(replay.images), rows)
+        if "padding" in self.poison:
+            inputs.poison(rows)
+        if "pool" in self.poison:
+            self.backend.poison()
+            graph.output.fill_(float("nan"))
+        # replay
+        graph.replay()
+        return graph.output
 
     def _plan(self, specs: Sequence[EncoderItemSpec], pixel_dtype: torch.dtype) -> list[tuple[Replay, Calls]]:
         """Replays and eager calls (budget None), each with its counter."""
@@ -212,7 +230,7 @@ class EncoderCudaGraphRunner:
         if pixel_dtype.is_floating_point != (self.pixel_dtype or self.dtype).is_floating_point:
             return [(Replay(tuple(range(len(specs))), sum(tokens), None), self._eager("pixels"))]
         plan: list[tuple[Replay, Calls]] = []
-        for replay in PACKERS[self.packing](tokens, self.budgets, self.max_images, self.costs):
+        for replay in pack(tokens, self.budgets, self.max_images, self.packing):
             if replay.budget is None:
                 plan.append((replay, self._eager("too large")))
             elif self.max_waste is not None and replay.rows > self.max_waste * replay.tokens:
@@ -224,19 +242,15 @@ class EncoderCudaGraphRunner:
     def _eager(self, reason: str) -> Calls:
         return self.stats.eager.setdefault(reason, Calls())
 
-    def _replay(self, part: ImageInputs, replay: Replay) -> Tensor:
-        """The graph's static output, of which the first `replay.tokens` rows are the images'."""
-        assert replay.budget is not None
-        graph, inputs = self.graph(replay.budget), self.captured.inputs
-        rows = replay.budget * self._merge_size
-        inputs.write(self.model.prepare_encoder_cudagraph_replay_buffers(part, self.max_images).values, rows)
-        if "padding" in self.poison:
-            inputs.poison(rows)
-        if "pool" in self.poison:
-            self.backend.poison()
-            graph.output.fill_(float("nan"))
-        graph.replay()
-        return graph.output
+
+def resolve_backend(name: str, device: torch.device) -> CudaBackend | TraceBackend:
+    """The backend called `name` for a tower on `device`; "auto" is "cuda" on a GPU, "trace" on a CPU."""
+    wanted = {"cuda": "cuda", "cpu": "trace"}.get(device.type)
+    if name not in ("auto", "cuda", "trace"):
+        raise ValueError(f"unknown graph backend {name!r}: auto, cuda or trace")
+    if wanted is None or name not in ("auto", wanted):
+        raise ValueError(f"backend={name!r} with a tower on {device}: 'cuda' needs a GPU, 'trace' a CPU")
+    return CudaBackend(device) if wanted == "cuda" else TraceBackend()
 
 
 def _checked(budgets: Iterable[int], most: int) -> tuple[int, ...]:

@@ -1,17 +1,22 @@
-"""What a graph runner has done, counted: replays, eager calls and why, padding, memory, time. `print(runner.stats)`."""
+"""Counts what a graph runner has done: replays, eager calls and why, padding, memory, time.
+
+`print(runner.stats)` shows one line for each graph, one for each reason to run eager, and the sum.
+
+Test: tests/test_graph_runner.py.
+"""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Calls:
-    """Calls of one graph, or eager calls of one kind.
+    """Calls of one graph, or eager calls for one reason.
 
     Attributes:
         calls, images: how many.
         tokens: real merged tokens.
         rows: merged tokens computed, padding included.
-        seconds: of the host, from the first copy to the last.
+        seconds: host time from the first copy to the last.
     """
 
     calls: int = 0
@@ -35,7 +40,7 @@ class Calls:
 
 @dataclass
 class GraphCalls(Calls):
-    """Calls of one graph, and what it cost to have it: seconds of capture, bytes that the pool grew by."""
+    """Calls of one graph, the seconds of its capture, and the bytes that the pool grew by for it."""
 
     capture_seconds: float = 0.0
     nbytes: int = 0
@@ -45,8 +50,9 @@ class GraphCalls(Calls):
 class RunnerStats:
     """Attributes:
     graphs: by budget in merged tokens, ascending.
-    eager: by reason, "too large", "padding" (it would waste more than allowed) or "pixels" (of another kind).
-    input_bytes: of the static inputs, shared by all graphs.
+    eager: by reason: "too large", "padding" (above `max_waste`) or "pixels" (floats where uint8 was captured, or the
+        other way round).
+    input_bytes: of the static inputs, which all graphs share.
     """
 
     graphs: dict[int, GraphCalls] = field(default_factory=dict)
@@ -55,12 +61,12 @@ class RunnerStats:
 
     @property
     def hits(self) -> int:
-        """Replays."""
+        """Number of replays."""
         return sum(calls.calls for calls in self.graphs.values())
 
     @property
     def misses(self) -> int:
-        """Eager calls."""
+        """Number of eager calls."""
         return sum(calls.calls for calls in self.eager.values())
 
     @property
@@ -74,12 +80,12 @@ class RunnerStats:
 
     @property
     def waste(self) -> float:
-        """Computed rows over real ones of all calls."""
+        """Computed rows over real ones, of all calls."""
         return self.total.waste
 
     @property
     def nbytes(self) -> int:
-        """Static inputs and the pool."""
+        """Bytes of the static inputs and the pool."""
         return self.input_bytes + sum(calls.nbytes for calls in self.graphs.values())
 
     def __str__(self) -> str:

@@ -1,29 +1,35 @@
-"""A forward as a flat list of operators at fixed addresses: what the "trace" backend replays.
+"""Records a forward as a flat list of operators at fixed addresses: what the "trace" backend replays.
 
 `record` runs the forward under make_fx and writes its graph as straight-line Python, one line an operator:
 
-    aten_addmm_out(_param_constant1, view, t, out=addmm)
-    native_layer_norm = aten_native_layer_norm(add, [288], _param_constant2, _param_constant3, 1e-05)
+    t = aten_t(_param_constant0())
+    aten_addmm_out(_param_constant1(), view, t, out=addmm)
+    native_layer_norm = aten_native_layer_norm(add, [288], _param_constant2(), _param_constant3(), 1e-05)
     aten_mul__Tensor(view_as_complex_1, view_3)
 
-Weights, inputs and results that lie in a `MemoryPool` are constants of that code, and so are all views of them.
-Operators that cannot write where they are told make a fresh result, which is freed after its last use.
+Inputs, and results that lie in a `MemoryPool`, are constants of that code, and so are all views of them. Parameters are
+held by weak reference, so that the program keeps no weight alive that the module has replaced. Operators that cannot
+write to a given address make a fresh result, which is freed after its last use.
+
+Test: tests/test_graph_backends.py.
 """
 
 import math
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from ..kernels.direct_calls import DIRECT_CALLS
-from .memory_pool import MemoryPool
+
+_ALIGNMENT = 64  # bytes of a block of the pool
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default)
@@ -52,10 +58,47 @@ _BINDINGS = {
 }
 
 
-class Holder(Protocol):
-    """Something whose `current` tensor may be another at the next replay."""
+class HasCurrentTensor(Protocol):
+    """An object whose `current` tensor may be another one at the next replay: a packed copy of a weight."""
 
     current: Tensor | None
+
+
+class MemoryPool:
+    """Blocks of host memory, (n,) uint8 each, that stay where they are and are never released.
+
+    All programs of one backend share a pool, because only one of them runs at a time. Running one overwrites the
+    results of the others. Record the largest first: the smaller ones then reuse its blocks.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Tensor] = []
+        self._free: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    def reuse(self) -> None:
+        """Marks every block as free, before another program is recorded."""
+        self._free = list(self.blocks)
+
+    def take(self, nbytes: int) -> Tensor:
+        """The smallest free block of at least `nbytes`, or a new one."""
+        fitting = [index for index, block in enumerate(self._free) if block.nbytes >= nbytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
+        block = torch.zeros(max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT, dtype=torch.uint8)
+        self.blocks.append(block)
+        return block
+
+    def give_back(self, block: Tensor) -> None:
+        self._free.append(block)
+
+    def poison(self) -> None:
+        """Fills all blocks with NaN."""
+        for block in self.blocks:
+            block.view(torch.float32).fill_(float("nan"))
 
 
 @dataclass(frozen=True)
@@ -64,7 +107,7 @@ class FlatProgram:
     source: the code, for reading.
     output: the result; the next run of any program of the same pool overwrites it.
     operators: how many are called.
-    run: runs them.
+    run: runs them. Call it under torch.no_grad: results are written in place.
     """
 
     source: str
@@ -74,31 +117,38 @@ class FlatProgram:
 
 
 def record(
-    forward: Callable[..., Tensor], inputs: Mapping[str, Tensor], pool: MemoryPool, holders: Mapping[int, Holder]
+    forward: Callable[..., Tensor],
+    inputs: Mapping[str, Tensor],
+    pool: MemoryPool,
+    packed_copies: Mapping[int, HasCurrentTensor],
 ) -> FlatProgram:
     """Records `forward(*inputs.values())`.
 
     Args:
         inputs: by name; the program reads them where they lie now.
         pool: for results.
-        holders: of constant tensors that may be replaced, by the tensor's id: the program asks them at every run.
+        packed_copies: by the id of a constant tensor, the object whose `current` is read at every run instead.
     """
     traced = make_fx(forward, tracing_mode="real")(*inputs.values())
     pool.reuse()
-    return _Writer(traced, inputs, pool, holders).write()
+    return _Writer(traced, inputs, pool, packed_copies).write()
 
 
 class _Writer:
-    """Runs a traced graph once more and writes down what a replay has to do.
+    """Runs a traced graph once more and writes the code of a replay.
 
     A node's value is fixed (its name is a constant of the code) or fresh (its name is a variable). Nodes that share
-    memory have one root; its block or variables are free after the last use of any of them.
+    memory have one root. The root's block or variables are free after the last use of any of these nodes.
     """
 
     def __init__(
-        self, traced: GraphModule, inputs: Mapping[str, Tensor], pool: MemoryPool, holders: Mapping[int, Holder]
+        self,
+        traced: GraphModule,
+        inputs: Mapping[str, Tensor],
+        pool: MemoryPool,
+        packed_copies: Mapping[int, HasCurrentTensor],
     ) -> None:
-        self.traced, self.pool, self.holders = traced, pool, holders
+        self.traced, self.pool, self.packed_copies = traced, pool, packed_copies
         self.inputs = iter(inputs.items())
         self.roots = _roots(traced.graph)
         self.values: dict[Node, Any] = {}
@@ -134,11 +184,14 @@ class _Writer:
             self._compute(node, target)
 
     def _constant(self, node: Node, value: Tensor) -> None:
-        holder = self.holders.get(id(value))
-        self._fix(node, node.name, value.detach())
-        if holder is not None:
-            self.constants[node.name] = holder
+        self._fix(node, node.name, value)
+        if id(value) in self.packed_copies:
+            self.constants[node.name] = self.packed_copies[id(value)]
             self.names[node] += ".current"
+        elif isinstance(value, nn.Parameter):
+            self.constants[node.name] = weakref.ref(value)
+            self.names[node] += "()"
+            self.fresh[node] = []  # its views are made at every run: a fixed view would keep the weight's memory
 
     def _compute(self, node: Node, target: Any) -> None:
         value = self._run(node, target)

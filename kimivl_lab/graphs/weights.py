@@ -1,60 +1,78 @@
-"""The weights that graphs were captured with: still where they were, or an error.
+"""Compares a module's weights with those that its graphs were captured with.
 
-A graph reads weights at fixed addresses. Values may change in place (optimisers, `load_state_dict`): the next replay
-sees them. A parameter that was replaced, moved or cast leaves the graph with the old one, so that is an error before
-any replay. Packed copies of weights, which CPU layers keep, are brought up to date instead.
+A graph reads weights at fixed addresses. A change in place (an optimiser, `load_state_dict`) is seen by the next
+replay. A weight that was replaced, moved or cast, or a layer that was replaced, leaves the graph with an address that
+is no longer right: `CapturedWeights.check` raises before any replay. Packed copies of weights, which CPU layers make,
+are brought up to date instead.
+
+Test: tests/test_graph_runner.py.
 """
 
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..kernels.packed_linear import FusedLinear, PackedCopy
-from .trace_program import Holder
+from .trace_program import HasCurrentTensor
 
 
 class StaleGraphError(RuntimeError):
-    """Graphs would replay with weights that the module no longer has; the message names the first."""
+    """A replay would use weights that the module no longer has; the message names the first of them."""
 
 
 class CapturedWeights:
-    """`module`'s parameters, buffers and submodules as they are now. Keeps the weights' memory alive."""
+    """The parameters, buffers and submodules of `module` as they are now.
+
+    All are held by weak reference: a weight that the module drops is freed at once, not at the next `reset`.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules: list[tuple[dict[str, Any], str, nn.Module | None, str]] = []
-        self._tensors: list[tuple[dict[str, Any], str, int, str]] = []
-        self._memory: list[Tensor] = []
-        self._fused: list[FusedLinear] = []
-        self._copies: dict[FusedLinear, PackedCopy] = {}
+        # By part of the module, parents first: the part, "_modules", "_parameters" or "_buffers", the name in it.
+        self._known: list[tuple[weakref.ref[nn.Module], str, str, weakref.ref[Any], Any, str]] = []
+        self._fused: list[weakref.ref[FusedLinear]] = []
+        self._copies: list[tuple[weakref.ref[FusedLinear], PackedCopy]] = []
         for path, part in module.named_modules():
-            prefix = f"{path}." if path else ""
-            self._modules += [(part._modules, name, child, prefix + name) for name, child in part._modules.items()]
-            for slots in (part._parameters, part._buffers):
-                for name, tensor in slots.items():
-                    if tensor is not None:
-                        self._tensors.append((slots, name, tensor.data_ptr(), prefix + name))
-                        self._memory.append(tensor.detach())
+            for kind in ("_modules", "_parameters", "_buffers"):
+                for name, value in vars(part)[kind].items():
+                    if value is not None:
+                        full = f"{path}.{name}" if path else name
+                        known = (weakref.ref(part), kind, name, weakref.ref(value), _address(value), full)
+                        self._known.append(known)
             if isinstance(part, FusedLinear):
-                self._fused.append(part)
+                self._fused.append(weakref.ref(part))
 
-    def packed_copies(self) -> dict[int, Holder]:
-        """Holders of the packed copies that there are now, by the id of the copy; kept, whatever the layers turn to."""
-        self._copies = {layer: layer.packed for layer in self._fused if layer.packed.current is not None}
-        return {id(copy.current): copy for copy in self._copies.values()}
+    def packed_copies(self) -> dict[int, HasCurrentTensor]:
+        """The packed copies that exist now, by the id of the tensor.
+
+        They are kept and brought up to date even if a layer later packs its weight for another kernel: graphs read
+        them.
+        """
+        layers = [(ref, layer) for ref in self._fused if (layer := ref()) is not None]
+        self._copies = [(ref, layer.packed) for ref, layer in layers if layer.packed.current is not None]
+        return {id(copy.current): copy for _, copy in self._copies}
 
     def check(self) -> None:
-        """StaleGraphError unless every weight lies where it did; packed copies are up to date after it."""
-        for slots, name, child, path in self._modules:
-            if slots.get(name) is not child:
-                raise StaleGraphError(f"module {path} was replaced after the graphs were captured: {_ADVICE}")
-        for slots, name, address, path in self._tensors:
-            tensor = slots.get(name)
-            if tensor is None or tensor.data_ptr() != address:
-                raise StaleGraphError(
-                    f"weight {path} was replaced, moved or cast after the graphs were captured: {_ADVICE}"
+        """Call it before every replay: brings packed copies up to date.
+
+        Raises:
+            StaleGraphError: a layer or weight is another object than at the capture, or a weight lies elsewhere.
+        """
+        for part_ref, kind, name, ref, address, path in self._known:
+            part = part_ref()
+            value = None if part is None else vars(part)[kind].get(name)
+            if value is None or value is not ref() or _address(value) != address:
+                what = (
+                    f"module {path} was replaced"
+                    if kind == "_modules"
+                    else f"weight {path} was replaced, moved or cast"
                 )
-        for layer, copy in self._copies.items():
-            copy.refresh(layer.weight)
+                raise StaleGraphError(f"{what} after the graphs were captured: call reset(), then capture() anew")
+        for ref, copy in self._copies:
+            if (layer := ref()) is not None:
+                copy.refresh(layer.weight)
 
 
-_ADVICE = "call reset(), then capture() anew"
+def _address(value: nn.Module | Tensor) -> tuple[Any, ...] | None:
+    """What a graph has frozen of a weight. The dtype tells a cast weight that took the old address."""
+    return (value.data_ptr(), value.dtype) if isinstance(value, Tensor) else None

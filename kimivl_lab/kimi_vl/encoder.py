@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..config import EncoderOptions, KimiVLConfig
 from ..geometry import Grid
-from ..graphs.engine_protocol import SupportsEncoderCudaGraph
+from ..graphs.inputs import SupportsEncoderCudaGraph
 from ..moonvit.checkpoint import StrictPreTrainedModel
 from ..moonvit.metadata import EncoderMetadata
 from ..moonvit.model import MoonVitPretrainedModel

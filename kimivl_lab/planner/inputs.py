@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ..checks import as_positive
-from ..graphs.traffic import Replays, Traffic, pack_traffic
+from ..graphs.packing import Replays, Traffic, pack_many
 from .engines import ENGINES, LabEngine, static_bytes
 from .workload import Size, TokenCounts, all_calls_of_one, count_tokens, draw_calls
 
@@ -94,4 +94,4 @@ class PlanInputs:
 
     def pack(self, calls: Traffic, budgets: Sequence[int]) -> Replays:
         """The replays of the calls, packed as the engine does."""
-        return pack_traffic(calls, budgets, self.max_images, self.engine.packing, budgets)
+        return pack_many(calls, budgets, self.max_images, self.engine.packing)

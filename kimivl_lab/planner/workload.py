@@ -16,7 +16,7 @@ import numpy as np
 
 from ..checks import as_positive
 from ..geometry import IN_TOKEN_LIMIT, image_geometry
-from ..graphs.traffic import Traffic
+from ..graphs.packing import Traffic
 
 Size: TypeAlias = tuple[int, int] | tuple[int, int, int]  # width and height in pixels; how many such images (else 1)
 

@@ -53,7 +53,7 @@ import torch
 
 from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions, KimiVLConfig, KimiVLEncoder, MoonViTConfig
 from kimivl_lab import MoonVitPretrainedModel, count_host_syncs, image_geometry, plots
-from kimivl_lab.graphs import engine_protocol, inputs as graph_inputs, memory_pool, trace_program
+from kimivl_lab.graphs import inputs as graph_inputs, trace_program
 from kimivl_lab.planner.plan import evaluate_budgets, plan_budgets
 from kimivl_lab.graphs.packing import PACKERS
 from kimivl_lab.planner.vllm import powers_of_two, vllm_flag
@@ -204,10 +204,10 @@ print(f"{len(graph.calls)} operators remembered; the replay equals the eager for
 # So whatever depends on the pictures must be an input. The library's "trace" backend records the forward under exactly these rules, on a CPU, as a flat program. Its first lines, for a budget of 8 tokens:
 
 # %%
-protocol, budget = engine_protocol.TowerGraphs(tower), 8
-inputs = graph_inputs.StaticInputs(protocol.prepare_encoder_cudagraph_capture_inputs(budget, max_images=3).values)
+protocol, budget = graph_inputs.TowerGraphs(tower), 8
+inputs = graph_inputs.StaticInputs(protocol.prepare_encoder_cudagraph_capture_inputs(budget, max_images=3))
 forward = lambda *values: protocol.encoder_cudagraph_forward(dict(zip(inputs.buffers, values, strict=True)))
-program = trace_program.record(forward, inputs.first(4 * budget), memory_pool.MemoryPool(), {})
+program = trace_program.record(forward, inputs.views(4 * budget), trace_program.MemoryPool(), {})
 print("inputs:", *inputs.buffers)
 print(*program.source.splitlines()[:12], "...", f"{program.operators} operators, no module, no branch", sep="\n")
 assert "cu_seqlens" in program.source and "merge_gather_idx" in program.source
@@ -239,7 +239,7 @@ assert "cu_seqlens" in program.source and "merge_gather_idx" in program.source
 encoder = KimiVLEncoder(KimiVLConfig.preset("tiny")).eval()
 asked = {"pixel_values": torch.randn(40, 3, 14, 14), "image_grid_hws": [(4, 4), (4, 6)]}
 print(encoder.get_encoder_cudagraph_item_specs(asked))
-for name, value in encoder.prepare_encoder_cudagraph_replay_buffers(asked, max_images=3).values.items():
+for name, value in encoder.prepare_encoder_cudagraph_replay_buffers(asked, max_images=3).items():
     print(f"{name:17s} {tuple(value.shape)!s:16s} {value.dtype}")
 runner = EncoderCudaGraphRunner(encoder, [8, 16], max_images=3)
 assert same(runner(**asked), encoder(**asked))
@@ -551,7 +551,7 @@ else:
 # %%
 def values_of(pixels, grid):
     asked = {"pixel_values": pixels, "image_grid_hws": [grid]}
-    return protocol.prepare_encoder_cudagraph_replay_buffers(asked, max_images=3).values
+    return protocol.prepare_encoder_cudagraph_replay_buffers(asked, max_images=3)
 
 
 def forgetful(pixels, grid):
@@ -562,7 +562,7 @@ def forgetful(pixels, grid):
 
 
 pixels = torch.randn(32, 3, 14, 14)
-inputs.write(values_of(pixels, (4, 8)), rows=32)  # what it was captured with
+inputs.write(values_of(pixels, (4, 8)), images=1, rows=32)  # what it was captured with
 answer_3 = None  # (name of the input, grid that comes out right, grid that comes out wrong)
 
 if answer_3 is None:

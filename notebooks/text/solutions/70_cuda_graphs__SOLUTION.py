@@ -35,7 +35,7 @@ import random
 import torch
 
 from kimivl_lab import EncoderOptions, MoonViTConfig, MoonVitPretrainedModel, image_geometry
-from kimivl_lab.graphs import engine_protocol, inputs as graph_inputs, memory_pool, trace_program
+from kimivl_lab.graphs import inputs as graph_inputs, trace_program
 from kimivl_lab.planner.plan import evaluate_budgets, plan_budgets
 from kimivl_lab.graphs.packing import PACKERS
 from kimivl_lab.measure.accuracy import relative_error
@@ -90,17 +90,17 @@ print(f"{sorted(tokens)} tokens in {answer_2}: {waste:.4f} times the real rows")
 
 # %%
 tower = MoonVitPretrainedModel(MoonViTConfig.preset("tiny"), EncoderOptions(linear="plain", rope="in_place")).eval()
-protocol, budget = engine_protocol.TowerGraphs(tower), 8
-inputs = graph_inputs.StaticInputs(protocol.prepare_encoder_cudagraph_capture_inputs(budget, max_images=3).values)
+protocol, budget = graph_inputs.TowerGraphs(tower), 8
+inputs = graph_inputs.StaticInputs(protocol.prepare_encoder_cudagraph_capture_inputs(budget, max_images=3))
 forward = lambda *values: protocol.encoder_cudagraph_forward(dict(zip(inputs.buffers, values, strict=True)))
-program = trace_program.record(forward, inputs.first(4 * budget), memory_pool.MemoryPool(), {})
+program = trace_program.record(forward, inputs.views(4 * budget), trace_program.MemoryPool(), {})
 same = lambda got, want: relative_error(got, want) < 1e-5
 
 
 # %%
 def values_of(pixels, grid):
     asked = {"pixel_values": pixels, "image_grid_hws": [grid]}
-    return protocol.prepare_encoder_cudagraph_replay_buffers(asked, max_images=3).values
+    return protocol.prepare_encoder_cudagraph_replay_buffers(asked, max_images=3)
 
 
 def forgetful(pixels, grid):
@@ -112,7 +112,7 @@ def forgetful(pixels, grid):
 
 # %%
 pixels = torch.randn(32, 3, 14, 14)
-inputs.write(values_of(pixels, (4, 8)), rows=32)  # what it was captured with
+inputs.write(values_of(pixels, (4, 8)), images=1, rows=32)  # what it was captured with
 answer_3 = ("merge_gather_idx", (4, 8), (2, 16))
 name, right, wrong = answer_3
 assert same(forgetful(pixels, right), tower(pixels, [right]))
