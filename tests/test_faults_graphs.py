@@ -119,11 +119,14 @@ def test_I6_captured_for_small_images_replayed_for_one_large():
     assert runner.stats.hits == 2
 
 
-def test_I7_unused_slots_repeat_the_total_and_the_last_is_the_paddings():
+def test_I7_padding_lies_in_the_unused_slots_of_which_there_is_always_one():
     runner = EncoderCudaGraphRunner(small_tower(), [10], max_images=4)
+    offsets = runner.capture().inputs.buffers["cu_seqlens"]
+    runner(pixels_for([(4, 4)] + [(2, 2)] * 3), [(4, 4)] + [(2, 2)] * 3)
+    assert offsets.tolist() == [0, 16, 20, 24, 28, 40]
     runner(pixels_for([(4, 4), (2, 4)]), [(4, 4), (2, 4)])
-    assert runner.captured.inputs.buffers["cu_seqlens"].tolist() == [0, 16, 24, 24, 24, 40]
-    assert runner.captured.inputs.buffers["merge_gather_idx"][24:].tolist() == [0] * 16
+    assert offsets.tolist() == [0, 16, 24, 29, 34, 40]
+    assert runner.capture().inputs.buffers["merge_gather_idx"][24:].tolist() == [0] * 16
 
 
 def test_I8_the_exact_callable_runs_once_before_it_is_captured():
@@ -214,7 +217,7 @@ def test_I17_one_metadata_builder_for_eager_and_replay(monkeypatch):
     runner(pixels_for(grids), grids)
     metadata = build(tower, grids)
     for name in ("pos_embeds", "rope_cos_sin", "merge_gather_idx"):
-        assert torch.equal(runner.captured.inputs.buffers[name][:28], getattr(metadata, name)), name
+        assert torch.equal(runner.capture().inputs.buffers[name][:28], getattr(metadata, name)), name
 
 
 # --- data parallel ---------------------------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ class CollectiveGuard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _COLLECTIVES:
             raise GraphCaptureError(
-                f"capture: collective {func} {_where(walk_stack(sys._getframe(1)))}; data parallelism captures each rank's own "
-                f"work, outside of collectives, and tensor parallelism needs tensor_parallel_group and NCCL"
+                f"capture: collective {func} {_where(walk_stack(sys._getframe(1)))}; data parallelism captures each "
+                f"rank's own work, outside of collectives, and tensor parallelism needs tensor_parallel_group and NCCL"
             )
         return func(*args, **(kwargs or {}))
 

@@ -59,12 +59,12 @@ def pack(tokens: Sequence[int], budgets: Iterable[int], max_images: int, packing
 
 
 def pack_next_fit(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -> list[Replay]:
-    """Fills each run up to the LARGEST budget, then replays it in the smallest that holds it. Arguments as of `pack`."""
+    """Fills each run up to the LARGEST budget, then replays it in the smallest that fits. Takes `pack`'s arguments."""
     return _pack_greedily(tokens, budgets, max_images, lambda run, image, ladder: False)
 
 
 def pack_next_fit_deferred(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -> list[Replay]:
-    """Next-fit that closes a run early where that lowers the sum of budgets. Arguments as of `pack`.
+    """Next-fit that closes a run early where that lowers the sum of budgets. Takes `pack`'s arguments.
 
     With B(x) the smallest budget that holds x tokens, the next image begins a new run if
 
@@ -86,7 +86,7 @@ def pack_exact(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -
         best[end] = min over start of best[start] + (B(tokens of start..end-1), 1)        pairs (rows, replays)
 
     The result never has more rows than a greedy rule's. Groups of images that are not neighbours in the sorted order
-    are not tried, though some need fewer rows. Arguments as of `pack`.
+    are not tried, though some need fewer rows. Takes `pack`'s arguments.
     """
     tokens, ladder, order, eager = _prepare(tokens, budgets, max_images)
     best = [(0, 0)]  # by number of images: (rows, replays) of the first so many
