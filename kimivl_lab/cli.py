@@ -1,8 +1,10 @@
 """`python -m kimivl_lab.cli`: the command line, from `kimivl_lab.commands.main`."""
 
+import sys
+
 from .commands.main import main
 
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,22 +3,24 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from kimivl_lab import KimiVLConfig, KimiVLEncoder, MoonViTConfig, MoonVitPretrainedModel
-from kimivl_lab.commands import encode as encode_files_module
+from kimivl_lab.commands import encode as encode_command
 from kimivl_lab.commands import main as cli
 from kimivl_lab.commands.feature_file import FeatureFile
 from kimivl_lab.images.processor import KimiVLImageProcessor
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    """A folder with three pictures of different sizes and a text file, and a second picture called a.png elsewhere."""
+def images(tmp_path):
+    """A folder with three images of different sizes and a text file, and a second image called a.png elsewhere."""
     generator = torch.Generator().manual_seed(3)
     for name, (width, height) in {
         "in/a.png": (60, 30),
@@ -30,7 +32,7 @@ def pictures(tmp_path):
         path.parent.mkdir(exist_ok=True)
         levels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
         Image.fromarray(levels.numpy()).save(path)
-    (tmp_path / "in" / "notes.txt").write_text("not a picture")
+    (tmp_path / "in" / "notes.txt").write_text("not an image")
     return tmp_path
 
 
@@ -57,15 +59,15 @@ def tiny_random_tower(seed):
     return MoonVitPretrainedModel(MoonViTConfig.preset("tiny"))
 
 
-def test_a_folder_and_a_file_become_one_tensor_a_picture(pictures, capsys):
-    out = pictures / "new" / "features.safetensors"
-    assert run(pictures / "in", pictures / "a.png", "--out", out, "--seed", 5) == 0
+def test_a_folder_and_a_file_become_one_tensor_an_image(images, capsys):
+    out = images / "new" / "features.safetensors"
+    assert run(images / "in", images / "a.png", "--out", out, "--seed", 5) == 0
     tensors, metadata = read(out)
     paths = {
-        "a.png": pictures / "in" / "a.png",
-        "b.png": pictures / "in" / "b.png",
-        "c.jpg": pictures / "in" / "c.jpg",
-        "a-2.png": pictures / "a.png",
+        "a.png": images / "in" / "a.png",
+        "b.png": images / "in" / "b.png",
+        "c.jpg": images / "in" / "c.jpg",
+        "a-2.png": images / "a.png",
     }
     assert set(tensors) == set(paths)
     for name, features in zip(paths, expected(paths.values(), tiny_random_tower(5)), strict=True):
@@ -80,36 +82,36 @@ def test_a_folder_and_a_file_become_one_tensor_a_picture(pictures, capsys):
         assert cell in output.out
 
 
-def test_projected_rows_are_the_language_models(pictures):
-    out = pictures / "rows.safetensors"
-    assert run(pictures / "a.png", "--out", out, "--projected") == 0
+def test_projected_rows_are_the_language_models(images):
+    out = images / "rows.safetensors"
+    assert run(images / "a.png", "--out", out, "--projected") == 0
     torch.manual_seed(0)
     encoder = KimiVLEncoder(KimiVLConfig.preset("tiny"))
     tensors, _ = read(out)
-    (rows,) = expected([pictures / "a.png"], encoder)
+    (rows,) = expected([images / "a.png"], encoder)
     assert tensors["a.png"].shape == (8, 64)
     torch.testing.assert_close(tensors["a.png"], rows, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
-def bad(pictures):
-    """Unusable pictures, and a word of each one's reason."""
-    (pictures / "empty.png").touch()
-    Image.new("RGB", (20000, 28)).save(pictures / "wide.png")
-    Image.new("RGB", (300, 200), (200, 10, 3)).save(pictures / "cut.jpg")
-    (pictures / "cut.jpg").write_bytes((pictures / "cut.jpg").read_bytes()[:-200])
+def bad(images):
+    """Unusable images, and a word of each one's reason."""
+    (images / "empty.png").touch()
+    Image.new("RGB", (20000, 28)).save(images / "wide.png")
+    Image.new("RGB", (300, 200), (200, 10, 3)).save(images / "cut.jpg")
+    (images / "cut.jpg").write_bytes((images / "cut.jpg").read_bytes()[:-200])
     return {
-        pictures / "in" / "notes.txt": "not a picture",
-        pictures / "empty.png": "empty",
-        pictures / "missing.png": "no such file",
-        pictures / "wide.png": "512",
-        pictures / "cut.jpg": "truncated",
+        images / "in" / "notes.txt": "not a",
+        images / "empty.png": "empty",
+        images / "missing.png": "no such file",
+        images / "wide.png": "512",
+        images / "cut.jpg": "truncated",
     }
 
 
-def test_bad_pictures_cost_only_themselves(pictures, bad, capsys):
-    out = pictures / "features.safetensors"
-    assert run(*bad, pictures / "a.png", "--out", out) == 2
+def test_bad_images_cost_only_themselves(images, bad, capsys):
+    out = images / "features.safetensors"
+    assert run(*bad, images / "a.png", "--out", out) == 2
     tensors, metadata = read(out)
     assert set(tensors) == {"a.png"}
     assert json.loads(metadata["grids"]) == {"a.png": [4, 8]}
@@ -120,39 +122,39 @@ def test_bad_pictures_cost_only_themselves(pictures, bad, capsys):
         assert reason in line
 
 
-def test_strict_writes_nothing(pictures, bad, capsys):
-    out = pictures / "features.safetensors"
+def test_strict_writes_nothing(images, bad, capsys):
+    out = images / "features.safetensors"
     out.write_text("as it was")
-    before = sorted(pictures.iterdir())
-    assert run(pictures / "a.png", *bad, "--out", out, "--strict") == 2
+    before = sorted(images.iterdir())
+    assert run(images / "a.png", *bad, "--out", out, "--strict") == 2
     assert out.read_text() == "as it was"
-    assert sorted(pictures.iterdir()) == before
+    assert sorted(images.iterdir()) == before
     assert len(capsys.readouterr().err.splitlines()) == len(bad) + 1
 
 
-def test_no_good_picture_writes_nothing(pictures, capsys):
-    out = pictures / "features.safetensors"
-    assert run(pictures / "missing.png", "--out", out) == 2
+def test_no_good_image_writes_nothing(images, capsys):
+    out = images / "features.safetensors"
+    assert run(images / "missing.png", "--out", out) == 2
     assert not out.exists()
-    assert "no picture could be read" in capsys.readouterr().err
+    assert "no image could be read" in capsys.readouterr().err
 
 
-def test_a_folder_without_pictures_is_named(tmp_path, capsys):
+def test_a_folder_without_images_is_named(tmp_path, capsys):
     assert run(tmp_path, "--out", tmp_path / "features.safetensors") == 2
-    assert f"{tmp_path}: no pictures" in capsys.readouterr().err
+    assert f"{tmp_path}: no images" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["in", "a.png/features.safetensors"], ids=["a folder", "below a file"])
-def test_an_unwritable_output_is_refused_before_the_work(pictures, out, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_load", lambda arguments: pytest.fail("the model was built first"))
-    assert run(pictures / "a.png", "--out", pictures / out) == 2
+def test_an_unwritable_output_is_refused_before_the_work(images, out, monkeypatch, capsys):
+    monkeypatch.setattr(encode_command, "_load", lambda arguments: pytest.fail("the model was built first"))
+    assert run(images / "a.png", "--out", images / out) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"kimivl-lab: error: cannot write {pictures / out}: ")
+    assert line.startswith(f"kimivl-lab: error: cannot write {images / out}: ")
 
 
-def test_batches_are_bounded_and_change_no_value(pictures, monkeypatch):
-    whole, cut = pictures / "whole.safetensors", pictures / "cut.safetensors"
-    assert run(pictures / "in", pictures / "a.png", "--out", whole) == 0
+def test_batches_are_bounded_and_change_no_value(images, monkeypatch):
+    whole, cut = images / "whole.safetensors", images / "cut.safetensors"
+    assert run(images / "in", images / "a.png", "--out", whole) == 0
     sizes = []
     forward = MoonVitPretrainedModel.forward
 
@@ -161,8 +163,8 @@ def test_batches_are_bounded_and_change_no_value(pictures, monkeypatch):
         return forward(self, pixel_values, *arguments, **keywords)
 
     monkeypatch.setattr(MoonVitPretrainedModel, "forward", counting)
-    monkeypatch.setattr(encode_files_module, "BATCH_PATCHES", 30)
-    assert run(pictures / "in", pictures / "a.png", "--out", cut) == 0
+    monkeypatch.setattr(encode_command, "BATCH_PATCHES", 30)
+    assert run(images / "in", images / "a.png", "--out", cut) == 0
     assert sizes == [24, 12 + 4, 32]
     (left, _), (right, _) = read(whole), read(cut)
     for name in left:
@@ -180,42 +182,42 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(("option", "limit"), [([], 8), (["--in-token-limit", "4"], 4)])
-def test_a_checkpoint_gives_weights_and_processor_settings(pictures, checkpoint, option, limit, capsys):
+def test_a_checkpoint_gives_weights_and_processor_settings(images, checkpoint, option, limit, capsys):
     folder, encoder = checkpoint
-    out = pictures / "features.safetensors"
-    arguments = [str(pictures / "a.png"), "--checkpoint", str(folder), "--device", "cpu", "--out", str(out), *option]
+    out = images / "features.safetensors"
+    arguments = [str(images / "a.png"), "--checkpoint", str(folder), "--device", "cpu", "--out", str(out), *option]
     assert cli.main(["encode", *arguments]) == 0
     tensors, metadata = read(out)
-    (features,) = expected([pictures / "a.png"], encoder.vision_tower, in_token_limit=limit)
+    (features,) = expected([images / "a.png"], encoder.vision_tower, in_token_limit=limit)
     torch.testing.assert_close(tensors["a.png"], features, rtol=1e-5, atol=1e-5)
     assert metadata["weights"] == str(folder)
     assert "RANDOM" not in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_named(pictures, checkpoint, capsys):
+def test_a_checkpoint_that_cannot_be_loaded_is_named(images, checkpoint, capsys):
     folder, _ = checkpoint
-    arguments = ["encode", str(pictures / "a.png"), "--out", str(pictures / "f.safetensors"), "--checkpoint"]
-    assert cli.main([*arguments, str(pictures)]) == 2
-    assert f"{pictures}: no config.json" in capsys.readouterr().err
+    arguments = ["encode", str(images / "a.png"), "--out", str(images / "f.safetensors"), "--checkpoint"]
+    assert cli.main([*arguments, str(images)]) == 2
+    assert f"{images}: no config.json" in capsys.readouterr().err
     (folder / "model.safetensors").unlink()
     assert cli.main([*arguments, str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(folder) in line and "model.safetensors" in line
-    assert not (pictures / "f.safetensors").exists()
+    assert not (images / "f.safetensors").exists()
 
 
-def test_bfloat16_is_written_as_bfloat16(pictures):
-    out = pictures / "features.safetensors"
-    assert run(pictures / "a.png", "--out", out, "--dtype", "bfloat16") == 0
+def test_bfloat16_is_written_as_bfloat16(images):
+    out = images / "features.safetensors"
+    assert run(images / "a.png", "--out", out, "--dtype", "bfloat16") == 0
     tensors, _ = read(out)
-    (features,) = expected([pictures / "a.png"], tiny_random_tower(0).to(torch.bfloat16))
+    (features,) = expected([images / "a.png"], tiny_random_tower(0).to(torch.bfloat16))
     assert tensors["a.png"].dtype == torch.bfloat16
     torch.testing.assert_close(tensors["a.png"], features)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_an_absent_device_is_an_error(pictures, capsys):
-    assert run(pictures / "a.png", "--out", pictures / "f.safetensors", "--device", "cuda") == 2
+def test_an_absent_device_is_an_error(images, capsys):
+    assert run(images / "a.png", "--out", images / "f.safetensors", "--device", "cuda") == 2
     assert "CUDA" in capsys.readouterr().err
 
 
@@ -224,9 +226,9 @@ def test_an_absent_device_is_an_error(pictures, capsys):
     [["--checkpoint", "folder"], ["--in-token-limit", "0"], ["--dtype", "int8"], ["--no-such-option"]],
     ids=lambda arguments: arguments[0],
 )
-def test_arguments_that_make_no_sense_are_refused(pictures, arguments):
+def test_arguments_that_make_no_sense_are_refused(images, arguments):
     with pytest.raises(SystemExit, match="2"):
-        run(pictures / "a.png", "--out", pictures / "f.safetensors", *arguments)
+        run(images / "a.png", "--out", images / "f.safetensors", *arguments)
 
 
 def test_info_names_machine_versions_and_backends():
@@ -248,37 +250,111 @@ def test_help_imports_nothing_heavy():
     assert done.stderr.strip() == "[]"
 
 
-def test_presets_of_the_command_line_are_the_librarys():
+def test_every_preset_of_the_library_is_accepted_and_others_are_named(images, monkeypatch, capsys):
     from kimivl_lab.config import PRESETS
 
-    assert set(cli.PRESETS) == set(PRESETS)
+    monkeypatch.setattr(encode_command, "MoonVitPretrainedModel", lambda config: pytest.fail("a model was built"))
+    assert run(images / "a.png", "--out", images / "f.safetensors", "--preset", "large") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'large'" in line and all(preset in line for preset in PRESETS)
+    assert not (images / "f.safetensors").exists()
 
 
-def test_feature_file_holds_any_name_and_dtype(tmp_path):
-    tensors = {
-        'quoted "name" with \\ and é.png': torch.arange(24, dtype=torch.float32).reshape(2, 3, 4),
-        "b" * 200: torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16),
-        "view": torch.arange(12, dtype=torch.float16).reshape(3, 4).t(),
-    }
-    path = tmp_path / "features.safetensors"
-    with FeatureFile(path, [*tensors, "never added"], {"note": "a longer note"}) as file:
+NAMES = {
+    'quoted "name" with \\ and é.png': torch.arange(24, dtype=torch.float32).reshape(2, 3, 4),
+    "b" * 200: torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16),
+    "view": torch.arange(12, dtype=torch.float16).reshape(3, 4).t(),
+}
+
+
+def write(path, tensors, max_shard_bytes=2**30, metadata=None):
+    with FeatureFile(path, metadata or {}, max_shard_bytes) as file:
         for name, tensor in tensors.items():
-            file.add(name, tensor)
-        with pytest.raises(ValueError, match="already"):
-            file.add("view", tensors["view"])
-        file.metadata["note"] = "shorter"
-    got, metadata = read(path)
-    assert metadata == {"note": "shorter"}
-    assert set(got) == set(tensors)
-    for name, tensor in tensors.items():
-        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
+            file.add(name, tensor, (len(tensor), 2))
 
 
-def test_feature_file_leaves_the_old_file_after_a_failure(tmp_path):
+def read_shards(path):
+    """All tensors behind an index, found as transformers finds those of a checkpoint, and each shard's metadata."""
+    index = Path(f"{path}.index.json")
+    files, _ = get_checkpoint_shard_files(str(path.parent), str(index))
+    parts = [read(file) for file in files]
+    weight_map = json.loads(index.read_text())["weight_map"]
+    assert {name: Path(file).name for file, (part, _) in zip(files, parts, strict=True) for name in part} == weight_map
+    return {name: tensor for part, _ in parts for name, tensor in part.items()}, [metadata for _, metadata in parts]
+
+
+def test_a_feature_file_holds_any_name_and_dtype(tmp_path):
     path = tmp_path / "features.safetensors"
-    path.write_text("old")
-    with pytest.raises(RuntimeError), FeatureFile(path, ["a"], {}) as file:
-        file.add("a", torch.ones(2))
+    write(path, NAMES, metadata={"note": "a note"})
+    got, metadata = read(path)
+    assert metadata["note"] == "a note"
+    assert json.loads(metadata["grids"]) == {name: [len(tensor), 2] for name, tensor in NAMES.items()}
+    assert set(got) == set(NAMES)
+    for name, tensor in NAMES.items():
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    with pytest.raises(ValueError, match="already"), FeatureFile(path, {}, 2**30) as file:
+        file.add("twice", torch.ones(2), (2, 2))
+        file.add("twice", torch.ones(2), (2, 2))
+
+
+def test_past_a_size_there_are_shards_and_an_index(tmp_path):
+    path = tmp_path / "features.safetensors"
+    tensors = {f"{mib}.png": torch.full((mib, 2**18), float(mib)) for mib in (5, 9, 3, 20, 1, 7)}
+    write(path, tensors, 16 * 2**20, {"seed": "0"})
+    got, metadata = read_shards(path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        *(f"features-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)),
+        "features.safetensors.index.json",
+    ]
+    assert got.keys() == tensors.keys() and all(torch.equal(got[name], tensors[name]) for name in tensors)
+    assert [list(json.loads(one["grids"])) for one in metadata] == [
+        ["5.png", "9.png"],
+        ["3.png"],
+        ["20.png"],  # larger than the bound: alone
+        ["1.png", "7.png"],
+    ]
+    index = json.loads((tmp_path / "features.safetensors.index.json").read_text())["metadata"]
+    assert index["total_size"] == sum(tensor.nbytes for tensor in tensors.values()) and index["seed"] == "0"
+    assert json.loads(index["grids"]).keys() == tensors.keys()
+
+
+def test_a_later_result_leaves_nothing_of_an_earlier_one(tmp_path):
+    path = tmp_path / "features.safetensors"
+    other = tmp_path / "features-of-others.safetensors"
+    other.write_text("kept")
+    small = {name: torch.ones(4, 4) for name in "abcde"}
+    write(path, small, 64)
+    assert len(list(tmp_path.iterdir())) == 1 + 5 + 1
+    write(path, small, 128)
+    assert len(list(tmp_path.iterdir())) == 1 + 3 + 1 and read_shards(path)[0].keys() == small.keys()
+    write(path, small)
+    assert sorted(tmp_path.iterdir()) == [other, path]
+    write(path, small, 128)
+    assert not path.exists() and read_shards(path)[0].keys() == small.keys()
+
+
+@pytest.mark.parametrize("bound", [2**30, 8])
+def test_a_feature_file_leaves_the_old_files_after_a_failure(tmp_path, bound):
+    path = tmp_path / "features.safetensors"
+    write(path, {name: torch.zeros(2) for name in "abc"}, bound)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(RuntimeError), FeatureFile(path, {}, bound) as file:
+        for name in "xyz":
+            file.add(name, torch.ones(2), (2, 2))
         raise RuntimeError
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_the_command_writes_shards_of_the_wanted_size(images, capsys):
+    """Two images of 1.2 MiB each, and a bound of 2 MiB."""
+    for name in ("x.png", "y.png"):
+        Image.new("RGB", (448, 448)).save(images / name)
+    out = images / "features.safetensors"
+    paths = [images / name for name in ("x.png", "y.png", "a.png")]
+    assert run(*paths, "--out", out, "--max-shard-mib", 2) == 0
+    got, metadata = read_shards(out)
+    for name, features in zip(("x.png", "y.png", "a.png"), expected(paths, tiny_random_tower(0)), strict=True):
+        torch.testing.assert_close(got[name], features, rtol=1e-5, atol=1e-5)
+    assert [list(json.loads(one["grids"])) for one in metadata] == [["x.png"], ["y.png", "a.png"]]

@@ -10,8 +10,10 @@ import pytest
 from PIL import Image, ImageFile
 
 from kimivl_lab.commands import main as cli
+from kimivl_lab.commands.plan import SHOWN_FAULTS
 from kimivl_lab.datasets import load_sizes
-from kimivl_lab.images.files import picture_sizes, upright_size
+from kimivl_lab.geometry import image_geometry
+from kimivl_lab.images.files import image_sizes
 from kimivl_lab.images.loading import load_image
 from kimivl_lab.planner.plan import plan_budgets
 from kimivl_lab.planner.workload import read_sizes
@@ -91,13 +93,13 @@ def test_a_file_without_a_usable_row_is_an_error(tmp_path, capsys, content, reas
 def test_of_many_bad_rows_the_first_are_named(tmp_path, capsys):
     assert run("--sizes", written(tmp_path / "s.csv", ROWS + "0,0\n" * 50), "--json") == 0
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == cli.SHOWN_FAULTS + 1 and "30 more" in lines[-1]
+    assert len(lines) == SHOWN_FAULTS + 1 and "30 more" in lines[-1]
 
 
 def test_what_cannot_be_read_is_named(tmp_path, capsys):
     for option, value, reason in (
         ("--sizes", tmp_path / "none.csv", "none.csv: No such file"),
-        ("--images", tmp_path, "no pictures in this folder"),
+        ("--images", tmp_path, "no images in this folder"),
         ("--workload", "coco", "unknown workload 'coco'.*"),
     ):
         assert run(option, value) == 2
@@ -115,9 +117,10 @@ def save(path, orientation=None, size=(60, 30)):
 
 @pytest.mark.parametrize("ending", ["jpg", "png", "tif", "webp"])
 @pytest.mark.parametrize("orientation", [None, 1, 3, 5, 6, 8, 9])
-def test_a_picture_has_the_size_that_the_processor_gives_it(tmp_path, ending, orientation):
+def test_an_image_has_the_tokens_that_the_processor_gives_it(tmp_path, ending, orientation):
     path = save(tmp_path / f"a.{ending}", orientation)
-    assert upright_size(path) == load_image(path).size
+    (size,), _ = image_sizes([path])
+    assert image_geometry(*size).tokens == image_geometry(*load_image(path).size).tokens == 6
 
 
 def test_A10_headers_are_enough_and_pillows_limit_is_left_alone(tmp_path, monkeypatch, recwarn):
@@ -130,24 +133,24 @@ def test_A10_headers_are_enough_and_pillows_limit_is_left_alone(tmp_path, monkey
     (tmp_path / "large.png").write_bytes(png_header(8000, 6000))
     (tmp_path / "long.png").write_bytes(png_header(20000, 28))
     (tmp_path / "vast.png").write_bytes(png_header(30000, 30000))
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
     before = Image.MAX_IMAGE_PIXELS
-    sizes, faults = picture_sizes(sorted(tmp_path.iterdir()))
-    assert sizes == [(30, 60), (30, 60), (8000, 6000)]
+    sizes, faults = image_sizes(sorted(tmp_path.iterdir()))
+    assert sizes == [(60, 30), (60, 30), (8000, 6000)]
     for fault, (name, reason) in zip(
         faults,
-        {"huge": "144000000", "long": "512", "text": "not a picture", "vast": "900000000"}.items(),
+        {"huge": "144000000", "long": "512", "text": "not a", "vast": "900000000"}.items(),
         strict=True,
     ):
         assert fault.startswith(f"{tmp_path / name}.png: ") and reason in fault
     assert before == Image.MAX_IMAGE_PIXELS and not recwarn.list
 
 
-def test_a_folder_of_pictures_is_planned_for(tmp_path, capsys):
+def test_a_folder_of_images_is_planned_for(tmp_path, capsys):
     for number in range(3):
         save(tmp_path / f"{number}.png", size=(56 * (number + 1), 28))
-    (tmp_path / "notes.txt").write_text("not a picture")
+    (tmp_path / "notes.txt").write_text("not an image")
     (tmp_path / "empty.png").touch()
     assert run("--images", tmp_path, "--json") == 0
     output = capsys.readouterr()

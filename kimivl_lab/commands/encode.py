@@ -1,27 +1,51 @@
-"""Picture files -> one file of features, in batches bounded by their patches; a bad picture costs only itself."""
+"""`kimivl-lab encode`: image files become a file of features, in batches of bounded size.
 
+An image that cannot be read costs only itself: the others are written, and the exit status is 2.
+
+Test: tests/test_cli.py, tests/test_faults_commands.py.
+"""
+
+import argparse
+import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from PIL import Image
+from rich.table import Table
+from safetensors import SafetensorError
 from torch import Tensor
+from transformers.utils import logging
 
+from ..config import KimiVLConfig, MoonViTConfig
 from ..geometry import Grid, as_grid_list
+from ..images.files import find_images, readable_name, reason_of, unique_names
 from ..images.loading import ImageError, image_size
 from ..images.processor import KimiVLImageProcessor
+from ..kimi_vl.encoder import KimiVLEncoder
+from ..measure.provenance import versions
 from ..moonvit.merger import split_image_features
+from ..moonvit.model import MoonVitPretrainedModel
 from .feature_file import FeatureFile
+from .output import CommandError, on_one_line, progress_bar, show, tell
 
-BATCH_PATCHES = 8192  # about two pictures at the published limit; a picture larger than this is a batch alone
+BATCH_PATCHES = 8192  # about two images at the published limit; an image larger than this is a batch alone
+
+# Warnings of Python and of libraries to programmers, not about an image.
+_NOT_ABOUT_IMAGES = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """One picture that was encoded. `size` is (width, height) in pixels as the file's header says; `ms` is the time of
-    its batch in the encoder, shared in proportion to patches."""
+    """One image that was encoded.
+
+    Attributes:
+        size: (width, height) in pixels, as the header says.
+        ms: the time of its batch in the encoder, shared in proportion to patches.
+    """
 
     name: str
     size: tuple[int, int]
@@ -31,9 +55,19 @@ class EncodedImage:
     ms: float
 
 
+@dataclass
+class Outcome:
+    """What became of the images: the encoded ones, and lines for stderr, each with the path of an image."""
+
+    encoded: list[EncodedImage] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
-class _Picture:
+class _Image:
     name: str
+    path: Path
     size: tuple[int, int]
     grid: Grid
     pixel_values: Tensor  # (h * w, 3, 14, 14)
@@ -43,29 +77,38 @@ class _Picture:
         return len(self.pixel_values)
 
 
-def picture_paths(arguments: Iterable[Path]) -> Iterator[Path]:
-    """Files as they are; a folder as the pictures directly in it, by name. ValueError for a folder without any."""
-    endings = set(Image.registered_extensions())
-    for path in arguments:
-        if not path.is_dir():
-            yield path
-            continue
-        found = sorted(child for child in path.iterdir() if child.suffix.lower() in endings and child.is_file())
-        if not found:
-            raise ValueError(f"{path}: no pictures in this folder")
-        yield from found
-
-
-def unique_names(paths: Iterable[Path]) -> dict[str, Path]:
-    """File names as keys, in order; one that is taken gets a number: cat.png, cat-2.png."""
-    named: dict[str, Path] = {}
-    for path in paths:
-        name, count = path.name, 1
-        while name in named or name == "__metadata__":  # the key that safetensors reserves
-            count += 1
-            name = f"{path.stem}-{count}{path.suffix}"
-        named[name] = path
-    return named
+def run(arguments: argparse.Namespace) -> int:
+    """Encodes the images, writes their features, prints one line for each image."""
+    device = _device(arguments.device)
+    try:
+        found = find_images(arguments.images, arguments.recursive)
+    except (ValueError, OSError) as error:
+        raise CommandError(str(error)) from error
+    if found.left_out:
+        tell("note", f"left out: {found}")
+    if arguments.strict and found.unread:
+        for path in found.unread:
+            tell("error", f"{path}: an image by its first bytes, left out for its ending")
+        raise CommandError(f"{arguments.out} is not written: --strict, and not every image could be read")
+    named = unique_names(found.files)
+    with FeatureFile(arguments.out, _metadata(arguments), arguments.max_shard_mib * 2**20) as file:
+        processor, model = _load(arguments)
+        model = model.to(device).eval()
+        with torch.inference_mode(), progress_bar() as progress:
+            task = progress.add_task("images", total=len(named))
+            outcome = encode_files(
+                named, processor, model, file, strict=arguments.strict, on_image=lambda: progress.advance(task)
+            )
+        for line in outcome.warnings:
+            tell("warning", line)
+        for line in outcome.faults:
+            tell("error", line)
+        if outcome.faults and arguments.strict:
+            raise CommandError(f"{arguments.out} is not written: --strict, and not every image could be read")
+    if not outcome.encoded:
+        raise CommandError(f"{arguments.out} is not written: no image could be read")
+    _show(arguments, outcome.encoded)
+    return 2 if outcome.faults else 0
 
 
 def encode_files(
@@ -75,51 +118,118 @@ def encode_files(
     file: FeatureFile,
     *,
     strict: bool = False,
-    on_picture: Callable[[], object] = lambda: None,
-) -> tuple[list[EncodedImage], list[str]]:
-    """Encodes every picture that can be read and adds its features to `file`.
+    on_image: Callable[[], object] = lambda: None,
+) -> Outcome:
+    """Encodes every image that can be read and adds its features to `file`.
 
     Args:
         encode: pixel values and grids -> (T, ...) packed features, on any device.
-        strict: after the first bad picture nothing more is encoded; the rest are only looked at.
-        on_picture: called after each picture is read (progress).
-
-    Returns:
-        What was encoded, and for each bad picture one line: its path and the reason.
+        strict: after the first bad image nothing more is encoded; the others are only read, to report all bad ones.
+        on_image: called after each image is read (progress).
     """
-    encoded: list[EncodedImage] = []
-    faults: list[str] = []
-    batch: list[_Picture] = []
+    outcome = Outcome()
+    batch: list[_Image] = []
     for name, path in named.items():
+        image = _read(name, path, processor, outcome)
+        if strict and outcome.faults:
+            batch = []
+        elif image is not None:
+            if sum(one.patches for one in (*batch, image)) > BATCH_PATCHES:
+                _encode_batch(batch, encode, file, outcome)
+                batch = []
+            batch.append(image)
+        on_image()
+    _encode_batch(batch, encode, file, outcome)
+    return outcome
+
+
+def _read(name: str, path: Path, processor: KimiVLImageProcessor, outcome: Outcome) -> _Image | None:
+    """The image as patches; None where it cannot be read, with the reason in `outcome`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # Python would show a warning of one place once only, for the first image
         try:
             inputs = processor.preprocess(path)
             (grid,) = as_grid_list(inputs.image_grid_hws)
-            picture = _Picture(name, image_size(path), grid, inputs.pixel_values)
+            return _Image(name, path, image_size(path), grid, inputs.pixel_values)
         except ImageError as error:
-            faults.append(f"{path}: {str(error).removeprefix(f'image 0 ({path}): ')}")
-        else:
-            if sum(one.patches for one in (*batch, picture)) > BATCH_PATCHES:
-                encoded += _encode_batch(batch, encode, file)
-                batch = []
-            batch.append(picture)
-        if strict and faults:
-            batch = []
-        on_picture()
-    return encoded + _encode_batch(batch, encode, file), faults
+            outcome.faults.append(f"{path}: {reason_of(error)}")
+            return None
+        finally:
+            about = [one.message for one in caught if not issubclass(one.category, _NOT_ABOUT_IMAGES)]
+            outcome.warnings += dict.fromkeys(f"{path}: {reason_of(message)}" for message in about)
 
 
 def _encode_batch(
-    batch: list[_Picture], encode: Callable[[Tensor, Sequence[Grid]], Tensor], file: FeatureFile
-) -> list[EncodedImage]:
+    batch: list[_Image], encode: Callable[[Tensor, Sequence[Grid]], Tensor], file: FeatureFile, outcome: Outcome
+) -> None:
     if not batch:
-        return []
-    grids = [picture.grid for picture in batch]
-    pixel_values = torch.cat([picture.pixel_values for picture in batch])
+        return
+    grids = [image.grid for image in batch]
+    pixel_values = torch.cat([image.pixel_values for image in batch])
     start = time.perf_counter()
-    features = encode(pixel_values, grids).cpu()  # waits for a device
+    try:
+        features = encode(pixel_values, grids).cpu()  # waits for a device
+    except RuntimeError as error:  # such as too little memory: later batches, and those before, are not lost
+        outcome.faults += [f"{image.path}: not encoded: {str(error).partition(chr(10))[0]}" for image in batch]
+        return
     ms_per_patch = (time.perf_counter() - start) * 1e3 / len(pixel_values)
-    encoded = []
-    for one, rows in zip(batch, split_image_features(features, grids), strict=True):
-        file.add(one.name, rows)
-        encoded.append(EncodedImage(one.name, one.size, one.grid, one.patches, len(rows), ms_per_patch * one.patches))
-    return encoded
+    for image, vectors in zip(batch, split_image_features(features, grids), strict=True):
+        file.add(image.name, vectors, image.grid)
+        ms = ms_per_patch * image.patches
+        outcome.encoded.append(EncodedImage(image.name, image.size, image.grid, image.patches, len(vectors), ms))
+
+
+def _device(name: str) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CommandError("--device cuda: torch finds no CUDA device here")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _load(arguments: argparse.Namespace) -> tuple[KimiVLImageProcessor, Any]:
+    """The image processor and the model, which is called with pixel values and grids."""
+    model_class: Any = KimiVLEncoder if arguments.projected else MoonVitPretrainedModel
+    dtype = getattr(torch, arguments.dtype)
+    limit = {"in_token_limit": arguments.in_token_limit} if arguments.in_token_limit else {}
+    folder = arguments.checkpoint
+    if folder is None:
+        try:
+            config = (KimiVLConfig if arguments.projected else MoonViTConfig).preset(arguments.preset)
+        except ValueError as error:
+            raise CommandError(f"--preset: {error}") from error
+        torch.manual_seed(arguments.seed)
+        return KimiVLImageProcessor(**limit), model_class(config).to(dtype)
+    if not (folder / "config.json").is_file():
+        raise CommandError(f"--checkpoint {folder}: no config.json there")
+    logging.disable_progress_bar()
+    try:
+        model = model_class.from_pretrained(folder, dtype=dtype)
+        if (folder / "preprocessor_config.json").is_file():
+            return KimiVLImageProcessor.from_pretrained(folder, **limit), model
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error)
+        raise CommandError(f"--checkpoint {'' if str(folder) in reason else f'{folder}: '}{reason}") from error
+    return KimiVLImageProcessor(**limit), model
+
+
+def _metadata(arguments: argparse.Namespace) -> dict[str, str]:
+    return {
+        "weights": readable_name(arguments.checkpoint or f"random, preset {arguments.preset}, seed {arguments.seed}"),
+        "preset": "" if arguments.checkpoint else arguments.preset,
+        "seed": str(arguments.seed),
+        "rows": "language model, (t, hidden)" if arguments.projected else "tower, (t, 4, hidden)",
+        "versions": json.dumps(versions()),
+    }
+
+
+def _show(arguments: argparse.Namespace, encoded: list[EncodedImage]) -> None:
+    table = Table(caption="ms: the encoder's time for the image's batch, shared by patches; the first batch warms up")
+    table.add_column("image", overflow="fold")
+    for heading in ("size, px", "grid h x w", "patches", "tokens", "ms"):
+        table.add_column(heading, justify="right")
+    for image in encoded:
+        (width, height), (h, w) = image.size, image.grid
+        counts = (f"{image.patches:,}", f"{image.tokens:,}", f"{image.ms:.1f}")
+        table.add_row(on_one_line(image.name), f"{width} x {height}", f"{h} x {w}", *counts)
+    random = "The weights are RANDOM: shapes and times are real, the features mean nothing."
+    notes = [random] if arguments.checkpoint is None else []
+    show(table, *notes, f"{len(encoded)} images in {on_one_line(str(arguments.out))}")

@@ -1,48 +1,171 @@
-"""Sizes of picture files from their headers: nothing is decoded, whatever a picture holds."""
+"""Finds image files in folders, names them, and reads their sizes from the headers.
 
-import warnings
-from collections.abc import Iterable
+Test: tests/test_plan.py, tests/test_faults_commands.py.
+"""
+
+import mimetypes
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from PIL import ExifTags, Image
+from PIL import Image
 
 from ..geometry import IN_TOKEN_LIMIT, image_geometry
-from .loading import ImageError, naming_image
-from .settings import MAX_IMAGE_PIXELS
+
+_SIGNATURES = {  # the first bytes of image files, whether they are opened here or not
+    "JPEG": b"\xff\xd8\xff",
+    "PNG": b"\x89PNG\r\n\x1a\n",
+    "GIF": b"GIF8",
+    "TIFF": b"II*\0",
+    "TIFF, big-endian": b"MM\0*",
+    "BigTIFF": b"II+\0",
+    "JPEG 2000": b"\0\0\0\x0cjP  ",
+    "JPEG XL": b"\0\0\0\x0cJXL ",
+    "JPEG XL stream": b"\xff\x0a",
+    "Photoshop": b"8BPS",
+    "icon": b"\0\0\1\0",
+    "QOI": b"qoif",
+}
+_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1", b"avif", b"avis")
+_KNOWN_TYPES = mimetypes.MimeTypes(filenames=())  # Python's own table: the same on every machine
 
 
-def upright_size(path: str | Path) -> tuple[int, int]:
-    """(width, height) of a picture as the processor turns it, by the EXIF orientation in its header.
+@dataclass
+class FoundImages:
+    """Image files, and what was left out of their folders.
 
-    A PNG may carry its EXIF data behind the pixels, where only decoding finds them; it counts as not turned. That
-    changes no plan: a picture has as many tokens lying as standing.
+    Attributes:
+        files: each file under its name: in a folder its path from there, else its last part.
+        left_out: how many entries of folders are not in `files`, by kind, such as ".heic" or "sub-folder".
+        unread: files that were left out for their ending, and whose first bytes are an image's.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # nothing is decoded here
-        with Image.open(path) as image:
-            width, height = image.size
-            if image.format == "TIFF":  # Pillow has turned its size already
-                return width, height
-            try:
-                orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)  # a PNG's own would decode it
-            except Exception:  # unreadable EXIF data counts as none, as in `load_image`
-                orientation = None
-    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+
+    files: list[tuple[str, Path]] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    unread: list[Path] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """The kinds that were left out, most frequent first: "3 .heic, 1 sub-folder"."""
+        return ", ".join(f"{count} {kind}" for kind, count in self.left_out.most_common())
 
 
-def picture_sizes(
-    paths: Iterable[Path], in_token_limit: int = IN_TOKEN_LIMIT
-) -> tuple[list[tuple[int, int]], list[str]]:
-    """(width, height) of every picture that the processor takes, and for each other one line: its path and why."""
+def find_images(paths: Iterable[Path], recursive: bool = False) -> FoundImages:
+    """Files as they are, and of each folder the images in it, sorted by path.
+
+    The ending decides what is an image. Files known to be something else (notes.txt), files that begin with a dot, and
+    `._*` files, which macOS puts beside others, are passed over; all other entries are counted in `left_out`.
+
+    Args:
+        recursive: also enter sub-folders, but no hidden ones and no links to folders.
+
+    Raises:
+        ValueError: a folder without images. OSError: a folder that cannot be read.
+    """
+    found = FoundImages()
+    for path in paths:
+        if not os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
+            found.files.append((readable_name(path.name or path), path))
+            continue
+        before = len(found.files)
+        for child in sorted(_entries(path, recursive, found.left_out)):
+            if child.suffix.lower() in _image_suffixes() and os.path.isfile(child) and not child.name.startswith("._"):
+                found.files.append((readable_name(child.relative_to(path).as_posix()), child))
+            elif kind := _kind_left_out(child, found.unread):
+                found.left_out[kind] += 1
+        if len(found.files) == before:
+            raise ValueError(f"{path}: no images in this folder" + (f"; left out: {found}" if found.left_out else ""))
+    return found
+
+
+def unique_names(files: Iterable[tuple[str, Path]]) -> dict[str, Path]:
+    """Files by name, in order. A name that is taken gets a number: cat.png, cat-2.png."""
+    named: dict[str, Path] = {}
+    for wanted, path in files:
+        name, count = wanted, 1
+        while name in named or name == "__metadata__":  # the key that safetensors reserves
+            count += 1
+            name = f"{wanted.removesuffix(path.suffix)}-{count}{path.suffix}"
+        named[name] = path
+    return named
+
+
+def readable_name(path: str | Path) -> str:
+    r"""A path as text that every reader can decode: bytes that are not UTF-8 are escaped, such as caf\xe9.png."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def image_sizes(paths: Iterable[Path], in_token_limit: int = IN_TOKEN_LIMIT) -> tuple[list[tuple[int, int]], list[str]]:
+    """(width, height) of every image that the processor accepts, and for each other one line: its path and the reason.
+
+    Only headers are read. An EXIF orientation is not applied: it changes no count, because an image has as many tokens
+    lying as standing.
+    """
+    from .loading import ImageError, image_size, naming_image  # torch, which finding and naming files does not need
+    from .settings import MAX_IMAGE_PIXELS
+
     sizes, faults = [], []
     for path in paths:
         try:
             with naming_image(0, path):
-                width, height = upright_size(path)
+                width, height = image_size(path)
                 if width * height > MAX_IMAGE_PIXELS:
                     raise ValueError(f"{width}x{height} is {width * height} pixels, more than {MAX_IMAGE_PIXELS}")
                 image_geometry(width, height, in_token_limit=in_token_limit)
             sizes.append((width, height))
         except ImageError as error:
-            faults.append(f"{path}: {str(error).removeprefix(f'image 0 ({path}): ')}")
+            faults.append(f"{path}: {reason_of(error)}")
     return sizes, faults
+
+
+def reason_of(message: object) -> str:
+    """What an `ImageError` says after the image's index and name: "image 0 (a.png): the file is empty" says why."""
+    return str(message).partition("): ")[2] or str(message)
+
+
+def _image_suffixes() -> set[str]:
+    return set(Image.registered_extensions())
+
+
+def _entries(folder: Path, recursive: bool, left_out: Counter[str]) -> Iterator[Path]:
+    """Files and dead links in the folder, and with `recursive` below it; folders that are not entered are counted."""
+    for child in folder.iterdir():
+        if not os.path.isdir(child):
+            yield child
+        elif not recursive:
+            left_out["sub-folder (--recursive enters it)"] += 1
+        elif child.is_symlink() or child.name.startswith("."):
+            left_out["hidden or linked sub-folder"] += 1
+        else:
+            try:
+                yield from _entries(child, recursive, left_out)
+            except PermissionError:
+                left_out["sub-folder without permission"] += 1
+
+
+def _kind_left_out(path: Path, unread: list[Path]) -> str | None:
+    """What a file that is not taken is counted as; None for one that nobody would take for an image."""
+    if path.name.startswith("._"):
+        return None
+    if not os.path.exists(path):
+        return "dead link"
+    if os.path.isfile(path) and _begins_like_an_image(path):
+        unread.append(path)
+    elif path.name.startswith(".") or not (_KNOWN_TYPES.guess_type(path.name)[0] or "image/").startswith("image/"):
+        return None
+    return path.suffix.lower() or "file without an ending"
+
+
+def _begins_like_an_image(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            begin = file.read(16)
+    except OSError:
+        return False
+    return (
+        begin.startswith(tuple(_SIGNATURES.values()))
+        or (begin[:4] == b"RIFF" and begin[8:12] == b"WEBP")
+        or (begin[:2] == b"BM" and begin[6:10] == bytes(4))
+        or (begin[4:8] == b"ftyp" and begin[8:12] in _HEIF_BRANDS)
+    )
