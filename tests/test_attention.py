@@ -2,12 +2,19 @@
 
 import copy
 import pickle
+import re
+import sys
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimivl_lab import EncoderOptions, MoonViTConfig, MoonVitPretrainedModel
+from kimivl_lab.kernels.packed_attention import attend_packed, packed_attention_backward
 from kimivl_lab.kernels.packed_linear import GELU_TANH, PACKED_KERNELS, FusedLinear, packed_unavailable, refresh_packed
 from kimivl_lab.moonvit.attention import (
     ATTENTION_BACKENDS,
@@ -97,18 +104,158 @@ def test_E1_memory_grows_with_the_largest_image_only(monkeypatch):
     assert largest == {"sdpa": 32, "sdpa_masked": 7 * 16 + 32}
 
 
-def test_the_operator_passes_torch_librarys_own_checks():
-    metadata = metadata_for(MIXED_GRIDS)
-    arguments = (*qkv(metadata.num_patches), metadata.cu_seqlens, metadata.max_seqlen, "sdpa")
-    torch.library.opcheck(packed_attention, arguments, test_utils=("test_schema", "test_faketensor"))
+BAD_OFFSETS = [[4, 92], [0, 24, 20, 92], [0, 24, 96], [-4, 92], []]  # of the 92 patches of MIXED_GRIDS
 
 
-def test_gradients_flow_through_every_cpu_backend():
+@pytest.mark.parametrize("offsets", BAD_OFFSETS, ids=str)
+def test_A14_the_operator_refuses_offsets_that_are_none(offsets):
+    for attend in (packed_attention, attend_packed):
+        with pytest.raises(ValueError, match=f"rise from 0 to at most 92 patches, got {re.escape(str(offsets))}"):
+            attend(*qkv(92), torch.tensor(offsets, dtype=torch.int32), 92, "sdpa")
+
+
+@pytest.mark.parametrize("offsets", [*BAD_OFFSETS, [0, 92], [0, 24, 28, 68], [0, 4, 28, 68, 92]], ids=str)
+def test_A14_metadata_refuses_offsets_that_are_not_its_grids(offsets):
+    """So every backend does, whatever it reads: none can be given such metadata."""
     metadata = metadata_for(MIXED_GRIDS)
-    for backend in CPU:
-        tensors = [x.clone().requires_grad_() for x in qkv(metadata.num_patches)]
-        ATTENTION_BACKENDS[backend](*tensors, metadata).square().sum().backward()
-        assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in tensors)
+    with pytest.raises(ValueError, match=rf"int32 \[0, 24, 28, 68, 92.* got .*{re.escape(str(offsets))}"):
+        replace(metadata, cu_seqlens=torch.tensor(offsets, dtype=torch.int32))
+
+
+def test_A14_metadata_made_by_hand_is_checked_as_a_whole():
+    metadata = metadata_for(MIXED_GRIDS, max_images=6)
+    assert replace(metadata, cu_seqlens=torch.tensor([0, 24, 28, 68, 92], dtype=torch.int32)).num_patches == 92
+    assert metadata.to("meta").cu_seqlens.device.type == "meta"  # on a device offsets are not read
+    with pytest.raises(ValueError, match="int64"):
+        replace(metadata, cu_seqlens=metadata.cu_seqlens.long())
+    with pytest.raises(ValueError, match="max_seqlen 39 is below the longest image, 40 patches"):
+        replace(metadata, max_seqlen=39)
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_A14_fewer_patches_than_the_grids_need_are_refused(backend):
+    with pytest.raises(ValueError, match="q holds 80 patches, .* need 92"):
+        ATTENTION_BACKENDS[backend](*qkv(80), metadata_for(MIXED_GRIDS))
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(ValueError, match="'varlen': one of flash_attn, torch_varlen, amx, sdpa"):
+        attend_packed(*qkv(4), torch.tensor([0, 4], dtype=torch.int32), 4, "varlen")
+
+
+def test_the_operators_pass_torch_librarys_own_checks():
+    metadata = metadata_for(MIXED_GRIDS)
+    q, k, v = (x.clone().requires_grad_() for x in qkv(92))
+    torch.library.opcheck(packed_attention, (q, k, v, metadata.cu_seqlens, metadata.max_seqlen, "sdpa"))
+    torch.library.opcheck(packed_attention_backward, (torch.ones(92, 4, 72), *qkv(92), metadata.cu_seqlens))
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def gradients(attend, metadata, rows, dtype=torch.float64, **how):
+    """Of q, k and v, for a result weighted by noise; the rows past the last image are asked for as well."""
+    tensors = [x.clone().requires_grad_() for x in qkv(rows, dtype=dtype)]
+    attend(*tensors, metadata, **how).mul(qkv(rows, seed=1, dtype=dtype)[0]).sum().backward()
+    return [x.grad for x in tensors]
+
+
+@contextmanager
+def profiled():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        yield
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+WATCHED = {"alone": nullcontext, "profiler": profiled, "mode": Watching}
+
+
+@pytest.mark.parametrize("watched", WATCHED)
+@pytest.mark.parametrize("backend", CPU)
+def test_B1_gradients_are_eagers_whoever_watches(backend, watched):
+    metadata = metadata_for([*MIXED_GRIDS, (4, 6)], max_images=7)
+    want = gradients(eager_attention, metadata, 120)
+    with WATCHED[watched]():
+        got = gradients(ATTENTION_BACKENDS[backend], metadata, 120)
+    for ours, theirs in zip(got, want, strict=True):
+        assert relative_error(ours, theirs) < 1e-12
+        assert torch.equal(ours[116:], torch.zeros(4, 4, 72, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_B1_the_operators_backward_keeps_the_dtype_within_its_rounding(dtype):
+    metadata = metadata_for(MIXED_GRIDS)
+    want = gradients(eager_attention, metadata, 92)
+    operator = lambda q, k, v, m: packed_attention(q, k, v, m.cu_seqlens, m.max_seqlen, "sdpa")  # noqa: E731
+    for ours, theirs in zip(gradients(operator, metadata, 92, dtype), want, strict=True):
+        assert ours.dtype == dtype and relative_error(ours, theirs) < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+def test_B1_the_operator_has_the_derivative_of_its_forward():
+    """By finite differences, for offsets with an empty slot and rows of no image."""
+    offsets = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    tensors = [x.clone().requires_grad_() for x in qkv(6, heads=2, dim=4, dtype=torch.float64)]
+    assert torch.autograd.gradcheck(lambda *x: packed_attention(*x, offsets, 3, "sdpa"), tensors)
+
+
+def test_B1_gradients_pass_through_a_compiled_graph():
+    metadata = metadata_for(MIXED_GRIDS)
+    compiled = torch.compile(ATTENTION_BACKENDS["sdpa"], backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(gradients(compiled, metadata, 92), gradients(eager_attention, metadata, 92), strict=True):
+        assert relative_error(ours, theirs) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "sdpa_masked"}, {"rope": "in_place"}, {"linear": "prepacked"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_B1_a_tower_in_training_has_the_same_gradients_under_a_profiler(options, dtype):
+    towers = [tiny_tower(seed=3, options=EncoderOptions(**options)).to(dtype) for _ in range(2)]
+    for tower, watched in zip(towers, (nullcontext, profiled), strict=True):
+        with watched():
+            tower(pixels_for(MIXED_GRIDS), MIXED_GRIDS).float().square().sum().backward()
+    for (name, one), (_, other) in zip(*(tower.named_parameters() for tower in towers), strict=True):
+        assert one.grad is not None and one.grad.any(), name
+        assert relative_error(other.grad, one.grad) < (1e-5 if dtype == torch.float32 else 0.05), name
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn", "torch_varlen"])
+def test_B1_cuda_kernels_are_called_directly_for_their_own_backward(kernel, monkeypatch):
+    """The kernel is replaced by the reference, on a CPU: what is tested is that autograd sees through to it."""
+    monkeypatch.setattr("kimivl_lab.moonvit.attention.attention_unavailable", lambda *_: None)
+    seen = []
+
+    def kernel_of_cuda(q, k, v, cu_seqlens, other, max_seqlen, longest):
+        seen.append(max_seqlen)
+        out = attend_packed(q, k, v, cu_seqlens, max_seqlen, "sdpa")
+        return torch.cat((out[: int(cu_seqlens[-1])], torch.full_like(out[int(cu_seqlens[-1]) :], float("nan"))))
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel_of_cuda))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel_of_cuda)
+    metadata, attend = metadata_for(MIXED_GRIDS, max_images=6), resolve_attention(kernel, "cuda", torch.bfloat16)
+    got, want = gradients(attend, metadata, 96), gradients(eager_attention, metadata, 96)
+    assert seen == [40]
+    assert all(relative_error(*pair) < 1e-12 for pair in zip(got, want, strict=True))
+    with profiled():
+        watched = gradients(attend, metadata, 96)
+    assert all(relative_error(*pair) < 1e-12 for pair in zip(watched, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("watched", ["alone", "profiler"])
+def test_B1_gradients_on_a_gpu_in_bfloat16(watched):
+    metadata = metadata_for(MIXED_GRIDS)
+    want = gradients(eager_attention, metadata, 92)
+    there = metadata.to("cuda")
+
+    def attend(q, k, v, _):
+        return resolve_attention("auto", "cuda", torch.bfloat16)(q.cuda(), k.cuda(), v.cuda(), there).cpu()
+
+    with WATCHED[watched]():
+        got = gradients(attend, metadata, 92, torch.bfloat16)
+    assert all(relative_error(*pair) < 0.02 for pair in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["flash_attn", "torch_varlen"])

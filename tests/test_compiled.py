@@ -29,6 +29,19 @@ def test_one_graph_serves_every_block_and_batch(monkeypatch):
     assert len(nodes) == 1, "attention is one node, whatever the images"
 
 
+def test_B1_a_compiled_tower_has_the_eager_gradients(monkeypatch):
+    compiled = CompiledFunction(type(tiny_tower().encoder.blocks[0]).forward, "a block")
+    compiled.__dict__["_compiled"] = torch.compile(compiled.function, backend="aot_eager", dynamic=True)
+    monkeypatch.setattr("kimivl_lab.moonvit.layers.compiled_block", compiled)
+    tower, eager = (tiny_tower(seed=1, options=EncoderOptions(compile=flag)) for flag in (True, False))
+    for model in (tower, eager):
+        model(pixels_for(MIXED_GRIDS), MIXED_GRIDS).square().sum().backward()
+    for (name, one), (_, other) in zip(tower.named_parameters(), eager.named_parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None, name
+        assert relative_error(one.grad, other.grad) < 1e-4, name
+    assert compiled.works
+
+
 def failing_backend(graph, inputs):
     raise RuntimeError("no compiler here")
 

@@ -124,6 +124,19 @@ def test_gradients_flow_when_wanted():
     assert resolve_rotation("in_place", torch.device("cpu"), torch.float32, inference=False) is rotate_complex
 
 
+@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_B1_a_rotation_that_writes_in_place_gives_the_references_gradient(name, dtype):
+    grads = []
+    for rotate in (rotate_complex, ROPE_IMPLEMENTATIONS[name]):
+        qkv = torch.randn(130, 3, 2, 72, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        turned = rotate((qkv * 1)[:, :2], Rope2DPosEmb(72).get_cos_sin([(13, 10)]))
+        turned.float().mul(turned.detach().float().cos()).sum().backward()
+        assert qkv.grad is not None
+        grads.append(qkv.grad)
+    assert relative_error(grads[1], grads[0]) < torch.finfo(dtype).eps
+
+
 def test_errors_name_what_is_allowed():
     with pytest.raises(ValueError, match="multiple of 4, got 30"):
         Rope2DPosEmb(30)

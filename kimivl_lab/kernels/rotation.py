@@ -1,13 +1,17 @@
-"""RoPE-2D applied: q and k turned by the factors (cos, sin) of `kimivl_lab.moonvit.rope`.
+"""Rotates q and k by the factors (cos, sin) of `kimivl_lab.moonvit.rope`: RoPE-2D applied.
 
-Five implementations turn q and k at once, (L, 2, heads, d):
+Five implementations rotate q and k together, (L, 2, heads, d):
 
     "complex"   the reference: cast, one complex product, cast back
     "real"      the same product in real numbers, one expression that a compiler can fuse
     "compiled"  "real" as one kernel by torch.compile; "complex" where it cannot be compiled
-    "in_place"  the complex product on blocks of rows that stay in a core's cache, written back into q and k: bit-equal
-                to "complex", without its float32 copies of the whole of q and k. Inference only.
-    "amx"       the same in one pass by our own kernel, bfloat16, with one rounding less: see `kimivl_lab.kernels.amx`
+    "in_place"  the complex product on blocks of patches that fit in a core's cache, written back into q and k. It gives
+                the bits of "complex" without float32 copies of all of q and k.
+    "amx"       the same in one pass by this library's kernel, bfloat16, with one rounding less
+
+The last two write into q and k. Where a gradient of q and k is wanted, they run "complex" instead.
+
+Test: tests/test_rope.py, tests/test_amx.py. Record: rope__*.csv.
 """
 
 from collections.abc import Callable
@@ -18,20 +22,20 @@ from torch import Tensor
 from .amx.library import amx_unavailable
 from .amx.rope import rotate as amx_rotate
 from .amx.rope import rotate_
-from .dispatch import CompiledFunction, must_dispatch
+from .dispatch import CompiledFunction, must_dispatch, wants_gradient
 
-_BLOCK_ROWS = 128  # 128 rows of q and k at 16 heads of 72: 1.2 MB in float32, inside the second-level caches
+_BLOCK_ROWS = 128  # patches: 1.2 MB of q and k in float32 at 16 heads of 72, which second-level caches hold
 
 
 def rotate_complex(qk: Tensor, cos_sin: Tensor) -> Tensor:
-    """Turns qk (L, 2, heads, d) by cos_sin (L, d/2, 2); a new tensor of the same dtype. The reference."""
+    """Rotates qk (L, 2, heads, d) by cos_sin (L, d/2, 2) into a new tensor of the same dtype: the reference."""
     factors = torch.view_as_complex(cos_sin).unflatten(0, (-1, 1, 1))  # (L, 1, 1, d/2)
     pairs = torch.view_as_complex(qk.to(cos_sin.dtype).unflatten(-1, (-1, 2)).contiguous())  # (L, 2, heads, d/2)
     return torch.view_as_real(pairs * factors).flatten(-2).to(qk.dtype)
 
 
 def rotate_real(qk: Tensor, cos_sin: Tensor) -> Tensor:
-    """The same in real numbers: (re, im) -> (re cos - im sin, re sin + im cos)."""
+    """`rotate_complex` in real numbers: (re, im) -> (re cos - im sin, re sin + im cos)."""
     re, im = qk.to(cos_sin.dtype).unflatten(-1, (-1, 2)).unbind(-1)  # (L, 2, heads, d/2) each
     cos, sin = cos_sin.unflatten(0, (-1, 1, 1)).unbind(-1)  # (L, 1, 1, d/2) each
     return torch.stack((re * cos - im * sin, re * sin + im * cos), dim=-1).flatten(-2).to(qk.dtype)
@@ -41,7 +45,12 @@ rotate_compiled = CompiledFunction(rotate_real, "the rotation of q and k", fallb
 
 
 def rotate_in_place(qk: Tensor, cos_sin: Tensor) -> Tensor:
-    """`rotate_complex` written into `qk`, which is returned; bit-equal values. `qk` must not require a gradient."""
+    """Writes the values of `rotate_complex`, bit for bit, into `qk` and returns `qk`.
+
+    Where a gradient is wanted, `qk` is left unchanged and the result is new.
+    """
+    if wants_gradient(qk):
+        return rotate_complex(qk, cos_sin)
     factors = torch.view_as_complex(cos_sin).unflatten(0, (-1, 1, 1))  # (L, 1, 1, d/2)
     if qk.dtype == cos_sin.dtype:
         torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(factors)
@@ -58,7 +67,9 @@ def rotate_in_place(qk: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def rotate_amx(qk: Tensor, cos_sin: Tensor) -> Tensor:
-    """Written into `qk`, which is returned. bfloat16; `qk` must not require a gradient."""
+    """Writes into `qk`, bfloat16, and returns `qk`; where a gradient is wanted, the result of `rotate_complex`."""
+    if wants_gradient(qk):
+        return rotate_complex(qk, cos_sin)
     (rotate_ if must_dispatch(qk) else amx_rotate)(qk, cos_sin)
     return qk
 
@@ -77,7 +88,7 @@ def resolve_rotation(name: str, device: torch.device, dtype: torch.dtype, *, inf
     """The implementation called `name`; "auto" is "compiled" on a GPU, "amx" on a CPU that has it, else "in_place".
 
     Args:
-        inference: no gradient is wanted. Otherwise what would be written in place is "complex".
+        inference: whether no gradient is wanted. Otherwise "in_place" and "amx" give "complex".
 
     Raises:
         ValueError: a name that is unknown or cannot run on `device` in `dtype`.

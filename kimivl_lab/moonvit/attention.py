@@ -1,18 +1,16 @@
-"""Packed attention: every image attends to its own patches, nothing else. One signature, several backends.
+"""Packed attention: each image attends to its own patches only. One signature, several backends.
 
-A backend takes q, k, v (L, heads, d) in the packed order and an `EncoderMetadata`, and returns (L, heads, d). Scale
-d^-0.5, not causal. Rows past the last offset belong to no image: they are not read, and come out as zeros.
+A backend takes q, k, v (L, heads, d) in packed order and an `EncoderMetadata`, and returns (L, heads, d). The scale is
+d^-0.5; the attention is not causal. Rows past the last offset belong to no image: they are not read and become zeros.
 
-    "flash_attn"    the flash-attn package's variable-length kernel (CUDA)
-    "torch_varlen"  torch.nn.attention.varlen, the same kernel inside torch (CUDA)
-    "amx"           our own kernel for processors with matrix extensions, bfloat16 (CPU): see `kimivl_lab.kernels.amx`
-    "sdpa"          scaled_dot_product_attention per run of images of one size: memory grows with the largest run
+    "flash_attn", "torch_varlen", "amx", "sdpa"    the kernels of `kimivl_lab.kernels.packed_attention`
     "sdpa_masked"   one scaled_dot_product_attention over all L patches with an (L, L) block-diagonal mask, for
                     comparison: its memory grows with the square of the batch
-    "eager"         float32 scores and softmax, written out: the oracle
+    "eager"         float32 scores and softmax, written out: the reference that tests compare with
 
-The first four are one operator of torch.library, `kimivl_lab::packed_attention`, whose offsets are data: a trace or a
-compiled graph holds it as one node that reads `cu_seqlens` when it runs.
+The metadata has checked its offsets when it was made; a backend checks only that q has a row for each patch.
+
+Test: tests/test_attention.py. Record: attention__*.csv.
 """
 
 from collections.abc import Callable
@@ -22,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.dispatch import compute_dtype, must_dispatch
-from ..kernels.packed_attention import attend_packed, attention_unavailable, packed_attention, sdpa_runs, sdpa_segments
+from ..kernels.dispatch import compute_dtype, is_traced, must_dispatch
+from ..kernels.packed_attention import attend_packed, attention_unavailable, packed_attention, sdpa_runs
 from .metadata import EncoderMetadata
 
 PackedAttention = Callable[[Tensor, Tensor, Tensor, EncoderMetadata], Tensor]
@@ -31,6 +29,7 @@ PackedAttention = Callable[[Tensor, Tensor, Tensor, EncoderMetadata], Tensor]
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
     """softmax(q k^T / sqrt(d)) v per image, in float32 (float64 for float64 input)."""
+    _require_rows(q, metadata)
     precise = compute_dtype(q.dtype)
     out, start = torch.zeros(q.shape, dtype=q.dtype, device=q.device), 0
     for length in metadata.seqlens:
@@ -43,38 +42,42 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) 
 
 
 def sdpa_masked_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
-    """One call with an (L, L) boolean mask that is true inside each image."""
+    """One call with an (L, L) boolean mask that is true where both patches are of one image."""
+    _require_rows(q, metadata)
     rows = torch.arange(metadata.num_patches, device=q.device, dtype=torch.int32)
     image = torch.bucketize(rows, metadata.cu_seqlens[1:], right=True)  # (L,)
     mask = image[:, None] == image[None, :]
     out = F.scaled_dot_product_attention(*(x[: len(rows)].transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask)
-    padding = q.new_zeros((q.shape[0] - len(rows), *q.shape[1:]))
-    return torch.cat((out[0].transpose(0, 1), padding))
+    return _with_zeros(out[0].transpose(0, 1), q)
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
-    """`packed_attention` where the offsets are on the host (as an operator where somebody watches, as plain calls
-    elsewhere); on other devices the same from the host's own lengths, with no read."""
-    if q.device.type != "cpu":
-        return sdpa_runs(q, k, v, metadata.seqlens)
-    attend = partial(packed_attention, backend="sdpa") if must_dispatch(q) else sdpa_segments
-    return attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen)
+    """One call per run of images of equal length.
+
+    The lengths are host integers of the metadata, so no device is read. On a CPU a trace must not contain them: there
+    the operator, whose offsets are data, is recorded instead.
+    """
+    if q.device.type == "cpu" and (must_dispatch(q) or not metadata.lengths_on_host):
+        return kernel_attention(q, k, v, metadata, kernel="sdpa")
+    _require_rows(q, metadata)
+    return sdpa_runs(q, k, v, metadata.seqlens)
 
 
-def amx_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
-    """`packed_attention` by our own kernel."""
+def kernel_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata, *, kernel: str) -> Tensor:
+    """By a kernel of `kimivl_lab.kernels.packed_attention`, which reads the offsets where they lie."""
     attend = packed_attention if must_dispatch(q) else attend_packed
-    return attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen, "amx")
-
-
-def _kernel_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata, *, backend: str) -> Tensor:
-    return packed_attention(q, k, v, metadata.cu_seqlens, metadata.max_seqlen, backend)
+    out = attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen, kernel)
+    if is_traced(q):  # a compiled graph must not hold the number of patches, or each batch would compile anew
+        return out
+    _require_rows(q, metadata)
+    # CUDA kernels do not write the rows of no image.
+    return out if metadata.num_patches == q.shape[0] else _with_zeros(out[: metadata.num_patches], q)
 
 
 ATTENTION_BACKENDS: dict[str, PackedAttention] = {
-    "flash_attn": partial(_kernel_attention, backend="flash_attn"),
-    "torch_varlen": partial(_kernel_attention, backend="torch_varlen"),
-    "amx": amx_attention,
+    "flash_attn": partial(kernel_attention, kernel="flash_attn"),
+    "torch_varlen": partial(kernel_attention, kernel="torch_varlen"),
+    "amx": partial(kernel_attention, kernel="amx"),
     "sdpa": sdpa_attention,
     "sdpa_masked": sdpa_masked_attention,
     "eager": eager_attention,
@@ -86,7 +89,7 @@ def resolve_attention(
 ) -> PackedAttention:
     """The backend called `name`; "auto" takes the first of the list that runs here. ValueError if it cannot.
 
-    "amx" has no backward: where gradients are enabled it is "sdpa".
+    Where gradients are enabled, "amx", which has no backward, is replaced by "sdpa".
     """
     device = torch.device(device)
     if name == "auto":
@@ -96,3 +99,12 @@ def resolve_attention(
     if reason := attention_unavailable(name, device, dtype):
         raise ValueError(reason)
     return ATTENTION_BACKENDS["sdpa" if name == "amx" and torch.is_grad_enabled() else name]
+
+
+def _require_rows(q: Tensor, metadata: EncoderMetadata) -> None:
+    if metadata.num_patches > q.shape[0]:
+        raise ValueError(f"q holds {q.shape[0]} patches, the grids of the metadata need {metadata.num_patches}")
+
+
+def _with_zeros(out: Tensor, q: Tensor) -> Tensor:
+    return torch.cat((out, q.new_zeros((q.shape[0] - out.shape[0], *q.shape[1:]))))
