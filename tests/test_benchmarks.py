@@ -1,24 +1,44 @@
 """Benchmarks: they check before they time, keep what they measured, and survive each other's failures."""
 
 import argparse
-import subprocess
-import sys
+import importlib
+import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from kimivl_lab.bench import gpu_suite
-from kimivl_lab.bench.compare import COLUMNS, Comparison
-from kimivl_lab.bench.gpu_suite import Step, run_steps
+from kimivl_lab.bench import (
+    attention,
+    encoder,
+    gpu_suite,
+    graphs,
+    harness,
+    ladder,
+    metadata,
+    position,
+    rope,
+    syncs,
+    upload,
+)
+from kimivl_lab.bench.compare import compare
+from kimivl_lab.bench.gpu_suite import STEPS, Step, run_steps
 from kimivl_lab.bench.ladder import encode, rungs
 from kimivl_lab.bench.peers import peers
 from kimivl_lab.bench.position_cache import policies, simulate, traffic
-from kimivl_lab.measure.records import Recorder, record_problems
+from kimivl_lab.bench.towers import noise
+from kimivl_lab.measure.records import read_record, record_problems
+from kimivl_lab.measure.roofline import copy_gbps
+from kimivl_lab.measure.timing import Timing
 from kimivl_lab.moonvit.position_cache import PositionCache
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
 MODULES = sorted(path.stem for path in Path(gpu_suite.__file__).parent.glob("*.py") if "__main__" in path.read_text())
+
+
+def program(module):
+    return importlib.import_module(f"kimivl_lab.bench.{module}").main
 
 
 def suite_options(tmp_path, **changes):
@@ -26,39 +46,70 @@ def suite_options(tmp_path, **changes):
     return argparse.Namespace(**{**defaults, **changes})
 
 
-def test_gpu_suite_dry_run_writes_valid_records(tmp_path):
-    dry = ("attention", "rope", "upload", "metadata", "syncs, bfloat16", "encoder, float32", "graphs, bfloat16")
-    results = run_steps([step for step in gpu_suite.STEPS if step.name in dry], suite_options(tmp_path))
-    modules = ["attention", "rope", "upload", "metadata", "syncs", "encoder", "graphs"]
-    assert [result.get("benchmark") for result in results.values()] == modules, results
+@pytest.mark.parametrize("module", MODULES)
+def test_every_benchmark_has_help(module, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program(module)(["--help"])
+    assert ended.value.code == 0
+    assert f"kimivl_lab.bench.{module} " in (text := capsys.readouterr().out) and "--quick" in text
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Every benchmark on a few patches: what is checked and written is the same."""
+    grids = [(4, 6), (8, 2)]
+    for module in (attention, rope, metadata, position):
+        monkeypatch.setattr(module, "cases", lambda quick, seed: {"4x6": grids[:1], "2 mixed": grids})
+    monkeypatch.setattr(encoder, "CASES", {"32x32": grids})
+    monkeypatch.setattr(ladder, "batches", lambda quick, seed: {"2": (noise(grids, seed), torch.tensor(grids))})
+    monkeypatch.setattr(upload, "PATCHES", (4, 8))
+    monkeypatch.setattr(graphs, "DEPTHS", (1, 2))
+    monkeypatch.setattr(graphs, "QUICK_BUDGETS", (4, 9))
+    monkeypatch.setattr(syncs, "IMAGES", (1, 2))
+    for module in (harness, upload):
+        monkeypatch.setattr(module, "copy_gbps", partial(copy_gbps, mib=1))
+    monkeypatch.setattr("gc.collect", lambda: 0)  # before each peak of memory: slow amid all that a test run imported
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step.gpus == 1], ids=lambda step: step.name)
+def test_every_step_of_the_gpu_suite_writes_valid_records(step, small, tmp_path, capsys):
+    """What the suite's processes do on a GPU, here on the CPU in this process, with the tiny preset, not compiled."""
+    arguments = gpu_suite.arguments_of(step, suite_options(tmp_path))
+    program(step.module)([word for word in arguments if word != "--compiled"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     records = sorted(tmp_path.glob("*.csv"))
-    assert len(records) == len(modules) + 1, "rope writes one a dtype"
-    assert [problem for path in records for problem in record_problems(path)] == []
+    assert (result["benchmark"], len(result["results"])) == (step.module, len(records))
+    for path in records:
+        assert record_problems(path) == []
+        rows, origin = read_record(path)
+        assert rows and origin["finished"] and (origin["seed"], origin["order"][:6]) == (0, "random")
 
 
 def test_gpu_suite_survives_a_failing_step_and_names_the_skipped(tmp_path):
-    steps = [Step("broken", "no_such_module", 1), Step("long", "upload", 10_000), Step("after", "upload", 1)]
+    steps = [Step("broken", "no_such_module", 1), Step("long", "upload", 10_000)]
+    steps.append(Step("after", "metadata", 1, ("--quick", "--repeats", "1")))
     results = run_steps(steps, suite_options(tmp_path, quick=False, budget=100.0))
     assert results["broken"]["failed"] == "exit code 1"
     assert "expects 10000 s" in results["long"]["skipped"]
-    assert results["after"]["benchmark"] == "upload"
+    assert results["after"]["benchmark"] == "metadata"
+    assert [record_problems(path) for path in tmp_path.glob("*.csv")] == [[]]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_benchmark_has_help(module):
-    done = subprocess.run(
-        [sys.executable, "-m", f"kimivl_lab.bench.{module}", "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0 and "--quick" in done.stdout
+def test_a_wrong_variant_is_never_timed():
+    options = argparse.Namespace(benchmark="position", dtype="float32", device="cpu", seed=0, warmup=0, repeats=1)
+    one, ran = torch.ones(3), []
+    runs = {"right": lambda: one, "wrong": lambda: ran.append(1) or 2 * one}
+    rows = compare(options, "case", runs, one, baseline="right", tolerance=1e-6, patches=3, bytes_moved=12, gbps=10.0)
+    with pytest.raises(AssertionError, match="wrong is off by"):
+        next(rows)
+    assert len(ran) == 1, "checked, and not run again"
 
 
-def test_a_wrong_variant_is_never_timed(tmp_path):
-    with Recorder("position", "float32", COLUMNS, directory=tmp_path) as record:
-        comparison = Comparison(record, "right", 10.0, 1e-6, "cpu", 0, 1)
-        one = torch.ones(3)
-        with pytest.raises(AssertionError, match="wrong is off by"):
-            comparison.add("case", {"right": lambda: one, "wrong": lambda: 2 * one}, one, patches=3, bytes_moved=12)
-    assert record.rows == []
+def test_the_peak_is_the_fastest_products_and_knows_its_noise():
+    products = {"torch": Timing(100.0, 110.0, 120.0, 7), "amx": Timing(50.0, 55.0, 60.0, 7)}
+    tflops, spread = encoder.peak_of(products, torch.device("cpu"))
+    assert tflops == pytest.approx(encoder.PRODUCTS * 2 * 2048**3 / 50.0 / 1e9)
+    assert spread == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)

@@ -103,7 +103,7 @@ def rewrite(path, **changes):
         (lambda path: path.with_suffix(".json").write_text('{"date": "today"}'), "lacks 'commit'"),
         (lambda path: path.write_text(",".join(COLUMNS) + "\n"), "no rows"),
         (lambda path: path.write_text("case,variant,speed\na,b,3\n"), "'speed' names no unit"),
-        (lambda path: rewrite(path, traffic_share=1.5), "traffic_share is 1.5, above its bound 1"),
+        (lambda path: rewrite(path, traffic_share=1.5), "traffic_share is 1.5, above its bound 1.001"),
         (lambda path: rewrite(path, latency_ms_p50=-1), "latency_ms_p50 is -1.0"),
         (lambda path: rewrite(path, relative_error=math.nan), "relative_error is nan"),
         (lambda path: rewrite(path, relative_error=math.inf), "relative_error is inf"),
@@ -113,6 +113,17 @@ def test_a_damaged_record_is_found(tmp_path, damage, message):
     path = record(tmp_path)
     damage(path)
     assert any(message in problem for problem in record_problems(path)), record_problems(path)
+
+
+def test_a_share_of_a_measured_peak_may_pass_one_by_the_peaks_noise(tmp_path):
+    columns = ["case", "variant", "peak_share", "peak_spread_ratio", "relative_error"]
+    with Recorder("bench", "float32", columns, directory=tmp_path) as recorder:
+        for share, spread in ((0.9, None), (1.03, 1.05), (1.06, 1.05), (1.01, None)):
+            recorder.add({**dict.fromkeys(columns, 0.0), "peak_share": share, "peak_spread_ratio": spread})
+    assert [problem.split(":", 1)[1] for problem in record_problems(recorder.path)] == [
+        "4: peak_share is 1.06, above its bound 1.05",
+        "5: peak_share is 1.01, above its bound 1.001",
+    ]
 
 
 def test_a_record_of_another_name_is_found(tmp_path):

@@ -7,6 +7,7 @@ turn. The floor is the time to read q, k and v and write the result once at this
 """
 
 import argparse
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -14,14 +15,12 @@ import torch
 from ..config import MoonViTConfig
 from ..datasets import draw_sizes
 from ..geometry import Grid, image_geometry, patch_counts
-from ..measure.records import Recorder
-from ..measure.roofline import copy_gbps
 from ..moonvit.attention import ATTENTION_BACKENDS, attention_unavailable, eager_attention
 from ..moonvit.metadata import prepare_encoder_metadata
 from ..moonvit.position import Learnable2DInterpPosEmb
 from ..moonvit.rope import Rope2DPosEmb
-from . import command
-from .compare import COLUMNS, Comparison
+from . import harness
+from .compare import COLUMNS, compare, mean_speedups
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
 
@@ -36,52 +35,47 @@ def cases(quick: bool, seed: int) -> dict[str, list[Grid]]:
 
 
 @torch.inference_mode()
-def run(options: argparse.Namespace, gbps: float) -> dict[str, float]:
-    """One record; returns the geometric-mean speed-ups over "sdpa"."""
+def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """The rows of one record."""
     config, device = MoonViTConfig.preset("kimi-vl-a3b"), torch.device(options.device)
     dtype = getattr(torch, options.dtype)
-    names = [name for name in ATTENTION_BACKENDS if name != "eager"]
-    for name in names:
-        if reason := attention_unavailable(name, device, dtype):
-            command.progress(f"attention: {reason}")
-    names = [name for name in names if attention_unavailable(name, device, dtype) is None]
-    settings = command.settings(options, warmup=2, repeats=5 if options.quick else 15, copy_gbps=round(gbps, 1))
-    with Recorder(
-        "attention", options.dtype, COLUMNS, directory=options.out, device=device, settings=settings
-    ) as record:
-        comparison = Comparison(
-            record, "sdpa", gbps, TOLERANCE[options.dtype], options.device, settings["warmup"], settings["repeats"]
+    unavailable = {name: attention_unavailable(name, device, dtype) for name in ATTENTION_BACKENDS if name != "eager"}
+    for reason in filter(None, unavailable.values()):
+        harness.progress(f"attention: {reason}")
+    names = [name for name, reason in unavailable.items() if reason is None]
+    table = Learnable2DInterpPosEmb(2, 2, 4).requires_grad_(False)  # attention reads offsets and lengths alone
+    for case, grids in cases(options.quick, options.seed).items():
+        metadata = prepare_encoder_metadata(
+            grids, pos_emb=table, rope=Rope2DPosEmb(4), merge_kernel_size=config.merge_kernel_size, device=device
         )
-        table = Learnable2DInterpPosEmb(2, 2, 4).requires_grad_(False)  # attention reads offsets and lengths alone
-        for case, grids in cases(options.quick, options.seed).items():
-            command.progress(f"attention {options.dtype} {case}")
-            metadata = prepare_encoder_metadata(
-                grids, pos_emb=table, rope=Rope2DPosEmb(4), merge_kernel_size=config.merge_kernel_size, device=device
-            )
-            patches = sum(patch_counts(grids))
-            generator = torch.Generator().manual_seed(options.seed)
-            qkv = torch.randn(patches, 3, config.num_attention_heads, config.head_dim, generator=generator)
-            qkv = qkv.to(dtype).to(device)
-            q, k, v = qkv.unbind(1)
-            comparison.add(
-                case,
-                {name: partial(ATTENTION_BACKENDS[name], q, k, v, metadata) for name in names},
-                eager_attention(q.float(), k.float(), v.float(), metadata),
-                patches=patches,
-                bytes_moved=4 * q.numel() * q.element_size(),
-            )
-    command.progress(f"wrote {record.path}")
-    return comparison.geometric_means()
+        patches = sum(patch_counts(grids))
+        generator = torch.Generator().manual_seed(options.seed)
+        qkv = torch.randn(patches, 3, config.num_attention_heads, config.head_dim, generator=generator)
+        q, k, v = qkv.to(dtype).to(device).unbind(1)
+        yield from compare(
+            options,
+            case,
+            {name: partial(ATTENTION_BACKENDS[name], q, k, v, metadata) for name in names},
+            eager_attention(q.float(), k.float(), v.float(), metadata),
+            baseline="sdpa",
+            tolerance=TOLERANCE[options.dtype],
+            patches=patches,
+            bytes_moved=4 * q.numel() * q.element_size(),
+            gbps=options.copy_gbps,
+        )
 
 
-def main() -> None:
-    parser = command.parser("attention", __doc__)
-    parser.add_argument("--dtype", default="bfloat16", choices=tuple(TOLERANCE), help="%(default)s")
-    options = parser.parse_args()
-    gbps = copy_gbps(options.device)
-    command.finish(
-        {"benchmark": "attention", "copy_gbps": round(gbps, 1), "geometric_mean_speedup": run(options, gbps)}
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser(
+        "attention",
+        __doc__,
+        dtypes=tuple(TOLERANCE),
+        default_dtypes=("bfloat16",),
+        warmup=2,
+        repeats=15,
+        quick_repeats=5,
     )
+    harness.run_benchmark(parser, COLUMNS, rows, mean_speedups, arguments, yardsticks=harness.copy_rate)
 
 
 if __name__ == "__main__":

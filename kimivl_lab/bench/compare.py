@@ -1,15 +1,18 @@
-"""The pattern of every operator benchmark: check all variants of a case, time them in turn, write a row each."""
+"""The pattern of every operator benchmark: check all variants of a case, time them, give a row for each variant.
 
+Test: tests/test_benchmarks.py.
+"""
+
+import argparse
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor
 
 from ..measure.accuracy import checked_errors
-from ..measure.records import Recorder
 from ..measure.roofline import floor_ms
 from ..measure.timing import time_interleaved
+from .harness import Row, progress
 
 COLUMNS = (
     "case",
@@ -25,59 +28,62 @@ COLUMNS = (
 )
 
 
-@dataclass
-class Comparison:
-    """Variants of one operator over many cases, against the variant called `baseline`.
+def compare(
+    options: argparse.Namespace,
+    case: str,
+    runs: Mapping[str, Callable[[], Tensor]],
+    want: Tensor,
+    *,
+    baseline: str,
+    tolerance: float,
+    patches: int,
+    bytes_moved: int | Mapping[str, int],
+    gbps: float,
+    checks: Mapping[str, Callable[[], Tensor]] | None = None,
+    device: str | None = None,
+) -> Iterator[Row]:
+    """Compares every variant with `want`, then times all of them in random order; one row for each variant.
 
-    Attributes:
-        gbps: this machine's copy bandwidth, for the floor column.
-        tolerance: largest relative error that is timed.
+    Args:
+        options: of `run_benchmark`.
+        runs: variant -> what is timed.
+        baseline: the variant that speed-ups are over.
+        tolerance: the largest relative error that is timed; above it AssertionError, and nothing is timed.
+        bytes_moved: the fewest bytes that any implementation moves, or one number for each variant.
+        gbps: this machine's bandwidth; `floor_ms` is the time to move those bytes.
+        checks: variant -> what is compared with `want`, where it is not what is timed.
+        device: whose clock times; None: the options'.
     """
-
-    record: Recorder
-    baseline: str
-    gbps: float
-    tolerance: float
-    device: str
-    warmup: int
-    repeats: int
-    ratios: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(
-        self,
-        case: str,
-        runs: Mapping[str, Callable[[], Tensor]],
-        want: Tensor,
-        *,
-        patches: int,
-        bytes_moved: int | Mapping[str, int],
-        checks: Mapping[str, Callable[[], Tensor]] | None = None,
-    ) -> None:
-        """Checks `checks` (or `runs`) against `want`, times `runs`, writes a row a variant.
-
-        Args:
-            bytes_moved: the least that has to move, for the floor; one number, or one a variant.
-        """
-        errors = checked_errors(checks or runs, want, self.tolerance)
-        timings = time_interleaved(runs, device=self.device, warmup=self.warmup, repeats=self.repeats)
-        for name, timing in timings.items():
-            least = bytes_moved if isinstance(bytes_moved, int) else bytes_moved[name]
-            ratio = timings[self.baseline].p50_ms / timing.p50_ms
-            self.ratios.setdefault(name, []).append(ratio)
-            self.record.add(
-                {
-                    "case": case,
-                    "variant": name,
-                    "patches": patches,
-                    "floor_ms": round(floor_ms(least, self.gbps), 4),
-                    "speedup_ratio": round(ratio, 3),
-                    "relative_error": f"{errors[name]:.3g}",
-                    **timing.row(),
-                }
-            )
-
-    def geometric_means(self) -> dict[str, float]:
-        """Speed-up of each variant over the baseline, all cases together."""
-        return {
-            name: round(math.exp(sum(map(math.log, values)) / len(values)), 2) for name, values in self.ratios.items()
+    progress(f"{options.benchmark} {options.dtype} {case}")
+    errors = checked_errors(checks or runs, want, tolerance)
+    timings = time_interleaved(
+        runs,
+        device=device or options.device,
+        warmup=options.warmup,
+        repeats=options.repeats,
+        seed=f"{options.seed} {case}",
+    )
+    for name, timing in timings.items():
+        least = bytes_moved if isinstance(bytes_moved, int) else bytes_moved[name]
+        yield {
+            "case": case,
+            "variant": name,
+            "patches": patches,
+            "floor_ms": round(floor_ms(least, gbps), 4),
+            "speedup_ratio": round(timings[baseline].p50_ms / timing.p50_ms, 3),
+            "relative_error": f"{errors[name]:.3g}",
+            **timing.row(),
         }
+
+
+def geometric_means(rows: Iterable[Row]) -> dict[str, float]:
+    """Speed-up of each variant over the baseline, all cases together: ratios 2 and 8 give 4."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        ratios.setdefault(row["variant"], []).append(row["speedup_ratio"])
+    return {name: round(math.exp(sum(map(math.log, values)) / len(values)), 2) for name, values in ratios.items()}
+
+
+def mean_speedups(rows: list[Row]) -> dict[str, dict[str, float]]:
+    """The summary of a benchmark of one operator."""
+    return {"geometric_mean_speedup": geometric_means(rows)}

@@ -11,26 +11,25 @@ one forward of ours by kind of operator (the profiler's self time).
 
 import argparse
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..config import EncoderOptions, MoonViTConfig
-from ..geometry import Grid, patch_counts
+from ..geometry import Grid
 from ..kernels.amx.linear import multiply, pack
 from ..kernels.packed_linear import packed_unavailable
 from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
-from ..measure.records import Recorder
 from ..measure.roofline import matmul, matmul_tflops
-from ..measure.timing import time_interleaved
+from ..measure.timing import Timing, time_interleaved
 from ..moonvit.flops import tower_flops
 from ..moonvit.model import MoonVitPretrainedModel
-from . import command
+from . import harness
 from .peers import peers
+from .towers import noise, reference_and_tower
 
 CASES: dict[str, list[Grid]] = {
     "32x32": [(32, 32)],
@@ -60,20 +59,11 @@ COLUMNS = (
     "speed_tflops",
     "matmul_peak_tflops",
     "peak_share",
+    "peak_spread_ratio",
     "speedup_ratio",
     "peak_mem_mib",
     "relative_error",
 )
-
-
-def build(options: argparse.Namespace) -> tuple[MoonVitPretrainedModel, MoonVitPretrainedModel]:
-    """(float32 reference, the tower that is timed), same random weights."""
-    torch.manual_seed(options.seed)
-    reference = EncoderOptions(attention="sdpa", position="interpolate", rope="complex", linear="plain")
-    exact = MoonVitPretrainedModel(MoonViTConfig.preset(options.preset), reference).eval()
-    tower = MoonVitPretrainedModel(exact.config).eval()
-    tower.load_state_dict(exact.state_dict())
-    return exact, tower.to(device=options.device, dtype=getattr(torch, options.dtype))
 
 
 def compiled(tower: MoonVitPretrainedModel) -> MoonVitPretrainedModel:
@@ -81,11 +71,6 @@ def compiled(tower: MoonVitPretrainedModel) -> MoonVitPretrainedModel:
     twin = copy.copy(tower)
     twin.set_options(compile=True)
     return twin
-
-
-def pixels_of(grids: list[Grid], seed: int) -> Tensor:
-    """(L, 3, 14, 14) float32 noise of unit variance."""
-    return torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=torch.Generator().manual_seed(seed))
 
 
 def products(tower: MoonVitPretrainedModel) -> dict[str, Callable[[], object]]:
@@ -98,59 +83,64 @@ def products(tower: MoonVitPretrainedModel) -> dict[str, Callable[[], object]]:
     return {name: lambda run=run: [run() for _ in range(PRODUCTS)] for name, run in once.items()}
 
 
+def peak_of(products: Mapping[str, Timing], device: torch.device) -> tuple[float, float]:
+    """(TFLOP/s of the fastest product, its spread): the spread is p80 over p20 of its times, 1 where all are equal."""
+    fastest = min(products.values(), key=lambda timing: timing.p20_ms)
+    return PRODUCTS * matmul_tflops(fastest, device), fastest.p80_ms / fastest.p20_ms
+
+
 @torch.inference_mode()
-def compare(
-    exact: MoonVitPretrainedModel, tower: MoonVitPretrainedModel, options: argparse.Namespace, repeats: int
-) -> Iterator[dict[str, Any]]:
-    """Rows of a record."""
+def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """The rows of one record."""
+    exact, tower = reference_and_tower(options)
     others = peers(tower)
     variants = {"kimivl_lab": tower}
     if options.compiled:
         variants["kimivl_lab, compiled"] = compiled(tower)
-    squares = products(tower)
+    squares = {} if options.quick else products(tower)  # a quick run's few short rounds are no peak
     for case, grids in CASES.items():
         if options.quick and case != "32x32":
             continue
-        command.progress(f"encoder {options.preset} {options.dtype} {case}: checking")
-        pixels = pixels_of(grids, options.seed)
-        want = exact(pixels, grids).to(tower.device)
-        pixels = pixels.to(tower.device)
+        harness.progress(f"encoder {options.preset} {options.dtype} {case}: checking")
+        pixels = noise(grids, options.seed).to(tower.device)
         runs: dict[str, Callable[[], Tensor]] = {
             name: partial(variant, pixels, grids) for name, variant in variants.items()
         }
         runs |= {name: prepare(pixels, grids) for name, prepare in others.items()}
-        errors = checked_errors(runs, want, TOLERANCE[options.dtype])
+        errors = checked_errors(runs, exact(pixels, grids), TOLERANCE[options.dtype])
         memory = {name: peak_memory_mib(run, tower.device) for name, run in runs.items()}
         timings = time_interleaved(
             {**runs, **squares},
             device=tower.device,
             warmup=0,  # the two calls above
-            repeats=repeats,
-            on_round=lambda done: command.progress(f"  round {done} of {repeats}"),
+            repeats=options.repeats,
+            seed=f"{options.seed} {case}",
+            on_round=lambda done: harness.progress(f"  round {done} of {options.repeats}"),
         )
-        flops, patches = sum(tower_flops(tower.config, grids).values()), pixels.shape[0]
-        peak = PRODUCTS * max(matmul_tflops(timings.pop(name), tower.device) for name in squares)
-        for name, timing in timings.items():
-            speed, used = flops / timing.p50_ms / 1e9, memory[name]
+        flops = sum(tower_flops(tower.config, grids).values())
+        peak, spread = peak_of({name: timings[name] for name in squares}, tower.device) if squares else (None, None)
+        for name in runs:
+            speed, used = flops / timings[name].p50_ms / 1e9, memory[name]
             yield {
                 "case": case,
                 "variant": name,
                 "phase": "forward",
-                "patches": patches,
+                "patches": len(pixels),
                 "speed_tflops": round(speed, 4),
-                "matmul_peak_tflops": round(peak, 4),
-                "peak_share": round(speed / peak, 4),
-                "speedup_ratio": round(timings["transformers"].p50_ms / timing.p50_ms, 3),
+                "matmul_peak_tflops": peak and round(peak, 4),
+                "peak_share": peak and round(speed / peak, 4),
+                "peak_spread_ratio": spread and round(spread, 3),
+                "speedup_ratio": round(timings["transformers"].p50_ms / timings[name].p50_ms, 3),
                 "peak_mem_mib": None if used is None else round(used, 1),
                 "relative_error": f"{errors[name]:.3g}",
-                **timing.row(),
+                **timings[name].row(),
             }
         for part, milliseconds in parts(runs["kimivl_lab"]).items():
             yield {
                 "case": case,
                 "variant": f"kimivl_lab, {part}",
                 "phase": "part",
-                "patches": patches,
+                "patches": len(pixels),
                 "latency_ms_p50": round(milliseconds, 3),
                 "relative_error": f"{errors['kimivl_lab']:.3g}",
             }
@@ -170,31 +160,28 @@ def parts(run: Callable[[], object]) -> dict[str, float]:
     return spent
 
 
-def main() -> None:
-    parser = command.parser("encoder", __doc__)
-    parser.add_argument("--preset", default="kimi-vl-a3b", choices=("tiny", "lab", "kimi-vl-a3b"), help="%(default)s")
-    parser.add_argument("--dtype", default="bfloat16", choices=tuple(TOLERANCE), help="%(default)s")
-    parser.add_argument("--compiled", action="store_true", help="also with compiled blocks (needs a compiler)")
-    parser.add_argument("--repeats", type=int, default=7, help="counted rounds (%(default)s)")
-    options = parser.parse_args()
-    repeats = 3 if options.quick else options.repeats
-    exact, tower = build(options)
-    settings = command.settings(options, preset=options.preset, warmup=2, repeats=repeats)
-    with Recorder(
-        "encoder", options.dtype, COLUMNS, directory=options.out, device=options.device, settings=settings
-    ) as record:
-        for row in compare(exact, tower, options, repeats):
-            record.add(row)
-    command.progress(f"wrote {record.path}")
-    forwards = [row for row in record.rows if row["phase"] == "forward"]
-    command.finish(
-        {
-            "benchmark": "encoder",
-            "dtype": options.dtype,
-            "latency_ms_p50": {f"{row['case']} {row['variant']}": row["latency_ms_p50"] for row in forwards},
-            "peak_share": {row["case"]: row["peak_share"] for row in forwards if row["variant"] == "kimivl_lab"},
-        }
+def summary(rows: list[harness.Row]) -> dict[str, Any]:
+    """Median times, and our share of the peak."""
+    forwards = [row for row in rows if row["phase"] == "forward"]
+    return {
+        "latency_ms_p50": {f"{row['case']} {row['variant']}": row["latency_ms_p50"] for row in forwards},
+        "peak_share": {row["case"]: row["peak_share"] for row in forwards if row["variant"] == "kimivl_lab"},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser(
+        "encoder",
+        __doc__,
+        dtypes=tuple(TOLERANCE),
+        default_dtypes=("bfloat16",),
+        preset="kimi-vl-a3b",
+        warmup=2,
+        repeats=7,
+        quick_repeats=3,
     )
+    parser.add_argument("--compiled", action="store_true", help="also with compiled blocks (needs a compiler)")
+    harness.run_benchmark(parser, COLUMNS, rows, summary, arguments)
 
 
 if __name__ == "__main__":

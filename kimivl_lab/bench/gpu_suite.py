@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import command
+from . import harness
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,25 @@ def run_steps(steps: Sequence[Step], options: argparse.Namespace) -> dict[str, A
         elif left < step.seconds and not options.quick:
             results[step.name] = {"skipped": f"{left:.0f} s left of the budget, expects {step.seconds} s"}
         else:
-            command.progress(f"=== {step.name} ({left:.0f} s left)")
+            harness.progress(f"=== {step.name} ({left:.0f} s left)")
             results[step.name] = run_step(step, options, timeout=max(1.0, left))
         if "skipped" in results[step.name] or "failed" in results[step.name]:
-            command.progress(f"=== {step.name}: {results[step.name]}")
+            harness.progress(f"=== {step.name}: {results[step.name]}")
     return results
+
+
+def arguments_of(step: Step, options: argparse.Namespace) -> list[str]:
+    """The step's command line."""
+    arguments = [*step.arguments, "--out", str(options.out), "--device", options.device, "--seed", str(options.seed)]
+    arguments += ["--quick"] * options.quick
+    if options.preset and step.module in ("encoder", "graphs", "ladder", "syncs", "parallel"):
+        arguments += ["--preset", options.preset]
+    return arguments
 
 
 def run_step(step: Step, options: argparse.Namespace, timeout: float) -> dict[str, Any]:
     """Runs one step in a process of its own."""
-    program = [sys.executable, "-m", f"kimivl_lab.bench.{step.module}", *step.arguments]
-    program += ["--out", str(options.out), "--device", options.device, "--seed", str(options.seed)]
-    program += ["--quick"] * options.quick
-    if options.preset and step.module in ("encoder", "graphs", "ladder", "syncs", "parallel"):
-        program += ["--preset", options.preset]
+    program = [sys.executable, "-m", f"kimivl_lab.bench.{step.module}", *arguments_of(step, options)]
     start = time.monotonic()
     try:
         done = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=timeout)
@@ -88,13 +93,13 @@ def run_step(step: Step, options: argparse.Namespace, timeout: float) -> dict[st
     return {**json.loads(done.stdout.splitlines()[-1]), "wall_s": seconds}
 
 
-def main() -> None:
-    parser = command.parser("gpu_suite", __doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser("gpu_suite", __doc__)
     parser.set_defaults(device="cuda")
     parser.add_argument("--budget", type=float, default=460, help="seconds for all steps (%(default)s)")
     parser.add_argument("--only", help="steps whose name begins so, e.g. encoder")
     parser.add_argument("--preset", help="of the steps that run a tower; the published size by default")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here; --device cpu --quick is a dry run")
     steps = [step for step in STEPS if step.name.startswith(options.only or "")]
@@ -102,7 +107,7 @@ def main() -> None:
         parser.error(f"no step begins with {options.only!r}: {', '.join(step.name for step in STEPS)}")
     results = run_steps(steps, options)
     failed = [name for name, result in results.items() if "failed" in result]
-    command.finish({"benchmark": "gpu_suite", "device": options.device, "failed": failed, "steps": results})
+    harness.finish({"benchmark": "gpu_suite", "device": options.device, "failed": failed, "steps": results})
     sys.exit(1 if failed else 0)
 
 

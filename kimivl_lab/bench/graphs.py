@@ -13,7 +13,7 @@ work: operators on a CPU; kernels, copies and graphs on a GPU.
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,10 @@ from ..config import MoonViTConfig
 from ..geometry import Grid, num_tokens
 from ..graphs.runner import EncoderCudaGraphRunner
 from ..measure.accuracy import checked_errors
-from ..measure.records import Recorder
 from ..measure.timing import time_interleaved
 from ..moonvit.model import MoonVitPretrainedModel
-from . import command
-from .encoder import build, pixels_of
+from . import harness
+from .towers import noise, reference_and_tower
 
 BUDGETS = {"cpu": (4, 16, 64, 256, 1104), "cuda": (4, 16, 64, 256, 576, 1104, 2208)}
 QUICK_BUDGETS = (4, 64)
@@ -37,6 +36,7 @@ DEPTHS = (1, 2, 4, 8, 16, 27)
 NARROW = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
 HOST_GRID: Grid = (4, 4)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+HOST_ROUNDS = 10  # times the rounds of whole calls: these are short
 PAYS = 1.05  # a replay that is faster by less is not counted as faster
 COLUMNS = (
     "case",
@@ -66,17 +66,16 @@ def image_of(tokens: int) -> Grid:
     raise ValueError(f"an image has at least one token, got {tokens}")
 
 
-def budget_rows(
-    exact: MoonVitPretrainedModel, tower: MoonVitPretrainedModel, options: argparse.Namespace, repeats: int
-) -> Iterator[dict[str, Any]]:
+def budget_rows(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Whole calls, then what each graph cost."""
+    exact, tower = reference_and_tower(options)
     budgets = QUICK_BUDGETS if options.quick else BUDGETS[tower.device.type]
     runner = EncoderCudaGraphRunner(tower, budgets, max_images=8, max_waste=None)
     errors: dict[int, float] = {}
     for budget in budgets:
         for fill in FILLS:
             grid = image_of(round(fill * budget))
-            tokens, pixels = num_tokens(grid), pixels_of([grid], options.seed).to(tower.device)
+            tokens, pixels = num_tokens(grid), noise([grid], options.seed).to(tower.device)
             want = exact(pixels, [grid])
             runs = {"eager": partial(tower, pixels, [grid]), "replay": partial(runner, pixels, [grid])}
             runner.poison = ("pool", "padding") if tower.device.type == "cuda" else ("pool",)
@@ -84,7 +83,8 @@ def budget_rows(
             runner.poison = ()
             errors[budget] = found["replay"]
             case = f"budget {budget}, {tokens} tokens"
-            yield from compared(case, runs, found, tower, repeats, phase="budget", tokens=tokens, budget_tokens=budget)
+            more = {"phase": "budget", "tokens": tokens, "budget_tokens": budget}
+            yield from compared(case, runs, found, tower, options.repeats, options.seed, **more)
     for budget, calls in runner.stats.graphs.items():
         yield {
             "case": f"budget {budget}",
@@ -98,14 +98,14 @@ def budget_rows(
         }
 
 
-def host_rows(options: argparse.Namespace, repeats: int) -> Iterator[dict[str, Any]]:
+def host_rows(options: argparse.Namespace) -> Iterator[harness.Row]:
     """The forward alone, of narrow towers by depth and of the preset "tiny"."""
     configs = {
         f"narrow, {depth} layers": MoonViTConfig.preset("tiny", **NARROW, num_hidden_layers=depth)
         for depth in (DEPTHS[1::2] if options.quick else DEPTHS)
     }
     configs["tiny"] = MoonViTConfig.preset("tiny")
-    pixels, tokens = pixels_of([HOST_GRID], options.seed).to(options.device), num_tokens(HOST_GRID)
+    pixels, tokens = noise([HOST_GRID], options.seed).to(options.device), num_tokens(HOST_GRID)
     for name, config in configs.items():
         torch.manual_seed(options.seed)
         tower = MoonVitPretrainedModel(config).eval().to(options.device)
@@ -118,7 +118,8 @@ def host_rows(options: argparse.Namespace, repeats: int) -> Iterator[dict[str, A
         errors = checked_errors(checked, want, TOLERANCE[options.dtype])
         runs = {"eager": eager, "replay": runner.graph(tokens).replay}
         case = f"{name}, {len(patches)} patches"
-        yield from compared(case, runs, errors, tower, repeats, phase="host", tokens=tokens)
+        more = {"phase": "host", "tokens": tokens}
+        yield from compared(case, runs, errors, tower, HOST_ROUNDS * options.repeats, options.seed, **more)
 
 
 def compared(
@@ -127,18 +128,20 @@ def compared(
     errors: Mapping[str, float],
     tower: MoonVitPretrainedModel,
     repeats: int,
+    seed: int,
     *,
     phase: str,
     **more: Any,
-) -> Iterator[dict[str, Any]]:
-    """One row a variant, timed in turn: on the device's clock, or on the host's alone for the phase "host"."""
-    command.progress(f"graphs: {case}")
+) -> Iterator[harness.Row]:
+    """One row for each variant: timed on the device's clock, or on the host's alone for the phase "host"."""
+    harness.progress(f"graphs: {case}")
     cuda = tower.device.type == "cuda"
     timings = time_interleaved(
         runs,
         device="cpu" if phase == "host" else tower.device,
         warmup=3,
         repeats=repeats,
+        seed=f"{seed} {case}",
         on_round=(lambda done: torch.cuda.synchronize()) if cuda else None,
     )
     for name, timing in timings.items():
@@ -178,8 +181,8 @@ def launches(run: Callable[[], Any], cuda: bool) -> int:
     return sum(event.count for event in profile.key_averages() if event.key.startswith(starts))
 
 
-def crossover(rows: list[dict[str, Any]]) -> int | None:
-    """Tokens of the smallest full budget from which on no replay is faster; None where they are to the end."""
+def crossover(rows: list[harness.Row]) -> int | None:
+    """The smallest budget at which, and above which, no replay of a full budget pays; None if the largest one pays."""
     slow: int | None = None
     for row in rows:
         if row["phase"] == "budget" and row["variant"] == "replay" and row["tokens"] == row["budget_tokens"]:
@@ -191,39 +194,35 @@ def crossover(rows: list[dict[str, Any]]) -> int | None:
 
 
 @torch.inference_mode()
-def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record; its rows."""
-    repeats = 7 if options.quick else options.repeats
-    exact, tower = build(options)
-    exact = exact.to(options.device)
-    settings = command.settings(options, preset=options.preset, warmup=3, repeats=repeats)
-    with Recorder(
-        "graphs", options.dtype, COLUMNS, directory=options.out, device=options.device, settings=settings
-    ) as record:
-        for row in host_rows(options, 10 * repeats):
-            record.add(row)
-        for row in budget_rows(exact, tower, options, repeats):
-            record.add(row)
-    command.progress(f"wrote {record.path}")
-    return record.rows
+def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """The rows of one record."""
+    yield from host_rows(options)
+    yield from budget_rows(options)
 
 
-def main() -> None:
-    parser = command.parser("graphs", __doc__)
-    parser.add_argument("--preset", default="lab", choices=("tiny", "lab", "kimi-vl-a3b"), help="%(default)s")
-    parser.add_argument("--dtype", default="float32", choices=tuple(TOLERANCE), help="%(default)s")
-    parser.add_argument("--repeats", type=int, default=15, help="counted rounds (%(default)s)")
-    rows = run(parser.parse_args())
+def summary(rows: list[harness.Row]) -> dict[str, Any]:
+    """Speed-ups of replays, where they end, and the time of all captures."""
     replays = [row for row in rows if row["variant"] == "replay"]
-    command.finish(
-        {
-            "benchmark": "graphs",
-            "host_speedup": {row["case"]: row["speedup_ratio"] for row in replays if row["phase"] == "host"},
-            "speedup": {row["case"]: row["speedup_ratio"] for row in replays if row["phase"] == "budget"},
-            "crossover_tokens": crossover(rows),
-            "capture_ms": sum(row["capture_ms"] for row in replays if row["phase"] == "capture"),
-        }
+    return {
+        "host_speedup": {row["case"]: row["speedup_ratio"] for row in replays if row["phase"] == "host"},
+        "speedup": {row["case"]: row["speedup_ratio"] for row in replays if row["phase"] == "budget"},
+        "crossover_tokens": crossover(rows),
+        "capture_ms": sum(row["capture_ms"] for row in replays if row["phase"] == "capture"),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser(
+        "graphs",
+        __doc__,
+        dtypes=tuple(TOLERANCE),
+        default_dtypes=("float32",),
+        preset="lab",
+        warmup=3,
+        repeats=15,
+        quick_repeats=7,
     )
+    harness.run_benchmark(parser, COLUMNS, rows, summary, arguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ float32 reference before any is timed; all rungs run in turn. A rung that does n
 
 import argparse
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import EncoderOptions, MoonViTConfig
 from ..datasets import draw_sizes, sample_images
-from ..geometry import Grid, as_grid_list, image_geometry, patch_counts, token_counts
+from ..geometry import Grid, as_grid_list, image_geometry, token_counts
 from ..graphs.runner import EncoderCudaGraphRunner
 from ..images.processor import KimiVLImageProcessor
 from ..kernels.packed_linear import PACKED_KERNELS, packed_unavailable
@@ -28,15 +27,15 @@ from ..kernels.rotation import resolve_rotation
 from ..lessons.grids_on_device import reading_the_bound
 from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
-from ..measure.records import Recorder
 from ..measure.timing import time_interleaved
 from ..moonvit.attention import resolve_attention, sdpa_attention
 from ..moonvit.layers import Kernels
 from ..moonvit.merger import patch_merger, patch_merger_packed
 from ..moonvit.model import MoonVitPretrainedModel
-from . import command
+from . import harness
+from .towers import noise, reference_and_tower
 
-DTYPES = {"float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 0.05)}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}
 QUICK_PICTURES = ("astronaut", "coffee", "china")
 COLUMNS = (
     "case",
@@ -130,81 +129,62 @@ def batches(quick: bool, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
     found = {f"{len(names)} sample pictures": (pictures.pixel_values, pictures.image_grid_hws)}
     if not quick:
         grids: list[Grid] = [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 8, seed)]
-        noise = torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=torch.Generator().manual_seed(seed))
-        found["8 pictures of COCO's sizes"] = (noise, torch.tensor(grids))
+        found["8 pictures of COCO's sizes"] = (noise(grids, seed), torch.tensor(grids))
     return found
 
 
-def run(options: argparse.Namespace) -> dict[str, float]:
-    """One record; returns each case's total speed-up."""
-    dtype, tolerance = DTYPES[options.dtype]
-    torch.manual_seed(options.seed)
-    reference_options = EncoderOptions(attention="sdpa", position="interpolate", rope="complex", linear="plain")
-    exact = MoonVitPretrainedModel(MoonViTConfig.preset(options.preset), reference_options).eval().to(options.device)
-    tower = MoonVitPretrainedModel(exact.config).eval()
-    tower.load_state_dict(exact.state_dict())
-    tower = tower.to(device=options.device, dtype=dtype)
-    repeats = 3 if options.quick else options.repeats
-    settings = command.settings(options, preset=options.preset, warmup=2, repeats=repeats)
-    speedups = {}
-    with Recorder(
-        "ladder", options.dtype, COLUMNS, directory=options.out, device=options.device, settings=settings
-    ) as record:
-        for case, (pixels, grids) in batches(options.quick, options.seed).items():
-            command.progress(f"ladder {options.preset} {options.dtype}: {case}")
-            pixels = pixels.to(options.device)
-            for row in climb(exact, tower, pixels, grids, tolerance, repeats):
-                record.add({"case": case, **row})
-                speedups[case] = row["speedup_ratio"]
-        command.progress(f"wrote {record.path}")
-    return speedups
-
-
 @torch.inference_mode()
-def climb(
-    exact: MoonVitPretrainedModel,
-    tower: MoonVitPretrainedModel,
-    pixels: Tensor,
-    grids: Tensor,
-    tolerance: float,
-    repeats: int,
-) -> Iterator[dict[str, Any]]:
-    """Checks and times every rung on one batch; the rows of a record, less their case."""
+def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """The rows of one record: of each batch every rung, checked and then timed."""
+    exact, tower = reference_and_tower(options)
     ladder = rungs(tower.device, tower.dtype)
     towers = {linear: copy.deepcopy(tower) for linear in {rung.linear for rung in ladder}}  # one packed copy a tower
-    runner = graph_runner(towers[ladder[-1].linear], grids)
-    runs = {rung.name: partial(encode, towers[rung.linear], pixels, grids, rung, runner) for rung in ladder}
-    errors = checked_errors(runs, exact(pixels, grids), tolerance)
-    memory = {name: peak_memory_mib(once, tower.device) for name, once in runs.items()}
-    timings = time_interleaved(
-        runs,
-        device=tower.device,
-        warmup=0,  # the two calls above
-        repeats=repeats,
-        on_round=lambda done: command.progress(f"  round {done} of {repeats}"),
-    )
-    for name, timing in timings.items():
-        peak = memory[name]
-        yield {
-            "variant": name,
-            "images": len(grids),
-            "patches": pixels.shape[0],
-            "speedup_ratio": round(timings["before"].p50_ms / timing.p50_ms, 3),
-            "peak_mem_mib": None if peak is None else round(peak, 1),
-            "relative_error": f"{errors[name]:.3g}",
-            **timing.row(),
-        }
+    for case, (pixels, grids) in batches(options.quick, options.seed).items():
+        harness.progress(f"ladder {options.preset} {options.dtype}: {case}")
+        pixels = pixels.to(tower.device)
+        runner = graph_runner(towers[ladder[-1].linear], grids)
+        runs = {rung.name: partial(encode, towers[rung.linear], pixels, grids, rung, runner) for rung in ladder}
+        errors = checked_errors(runs, exact(pixels, grids), TOLERANCE[options.dtype])
+        memory = {name: peak_memory_mib(once, tower.device) for name, once in runs.items()}
+        timings = time_interleaved(
+            runs,
+            device=tower.device,
+            warmup=0,  # the two calls above
+            repeats=options.repeats,
+            seed=f"{options.seed} {case}",
+            on_round=lambda done: harness.progress(f"  round {done} of {options.repeats}"),
+        )
+        for name, timing in timings.items():
+            peak = memory[name]
+            yield {
+                "case": case,
+                "variant": name,
+                "images": len(grids),
+                "patches": len(pixels),
+                "speedup_ratio": round(timings["before"].p50_ms / timing.p50_ms, 3),
+                "peak_mem_mib": None if peak is None else round(peak, 1),
+                "relative_error": f"{errors[name]:.3g}",
+                **timing.row(),
+            }
 
 
-def main() -> None:
-    parser = command.parser("ladder", __doc__)
-    parser.add_argument("--preset", default="lab", choices=("tiny", "lab", "kimi-vl-a3b"), help="%(default)s")
-    parser.add_argument("--dtype", default="float32", choices=tuple(DTYPES), help="%(default)s")
-    parser.add_argument("--repeats", type=int, default=9, help="counted rounds (%(default)s)")
-    options = parser.parse_args()
-    command.finish(
-        {"benchmark": "ladder", "preset": options.preset, "dtype": options.dtype, "total_speedup": run(options)}
+def summary(rows: list[harness.Row]) -> dict[str, Any]:
+    """Each batch's speed-up on the last rung."""
+    return {"total_speedup": {row["case"]: row["speedup_ratio"] for row in rows}}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser(
+        "ladder",
+        __doc__,
+        dtypes=tuple(TOLERANCE),
+        default_dtypes=("float32",),
+        preset="lab",
+        warmup=2,
+        repeats=9,
+        quick_repeats=3,
     )
+    harness.run_benchmark(parser, COLUMNS, rows, summary, arguments)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ floor is the time to write the results once at the measured bandwidth.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,10 @@ from torch import Tensor
 from ..config import MoonViTConfig
 from ..datasets import draw_sizes
 from ..geometry import MERGE_KERNEL_SIZE, Grid, image_geometry, patch_counts
-from ..measure.records import Recorder
-from ..measure.roofline import copy_gbps
 from ..moonvit.metadata import grid_arrays_reference, pack_grid_arrays
 from ..moonvit.rope import Rope2DPosEmb
-from . import command
-from .compare import COLUMNS, Comparison
+from . import harness
+from .compare import COLUMNS, compare, geometric_means
 
 WORKLOADS = ("coco_val2017", "cameras", "receipts", "pew_charts")
 IMAGES = (1, 4, 20)
@@ -69,37 +68,41 @@ def in_one(build: Builder) -> Tensor:
 
 
 @torch.inference_mode()
-def run(options: argparse.Namespace, gbps: float) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """One record; returns the geometric-mean speed-ups over "plain" by phase, and the packed arrays' median times."""
-    settings = command.settings(options, warmup=3, repeats=7 if options.quick else 31, copy_gbps=round(gbps, 1))
-    speedups = {}
-    with Recorder(
-        "metadata", "mixed", COLUMNS, directory=options.out, device=options.device, settings=settings
-    ) as record:
-        for phase, device in (("arrays", "cpu"), ("on the device", options.device)):
-            comparison = Comparison(record, "plain", gbps, 0.0, device, settings["warmup"], settings["repeats"])
-            for case, grids in cases(options.quick, options.seed).items():
-                command.progress(f"metadata, {phase}, {case}")
-                builders = array_builders(grids) if phase == "arrays" else device_builders(grids, device)
-                comparison.add(
-                    f"{phase}: {case}",
-                    {name: lambda build=build: build()["cu_seqlens"] for name, build in builders.items()},
-                    in_one(builders["plain"]),
-                    patches=sum(patch_counts(grids)),
-                    bytes_moved=sum(tensor.nbytes for tensor in builders["plain"]().values()),
-                    checks={name: partial(in_one, build) for name, build in builders.items()},
-                )
-            speedups[phase] = comparison.geometric_means()
-    command.progress(f"wrote {record.path}")
-    packed = [row for row in record.rows if row["variant"] == "packed" and row["case"].startswith("arrays")]
-    return speedups, {row["case"]: row["latency_ms_p50"] for row in packed}
+def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """The rows of one record."""
+    for phase, device in (("arrays", "cpu"), ("on the device", options.device)):
+        for case, grids in cases(options.quick, options.seed).items():
+            builders = array_builders(grids) if phase == "arrays" else device_builders(grids, device)
+            yield from compare(
+                options,
+                f"{phase}: {case}",
+                {name: lambda build=build: build()["cu_seqlens"] for name, build in builders.items()},
+                in_one(builders["plain"]),
+                baseline="plain",
+                tolerance=0.0,
+                patches=sum(patch_counts(grids)),
+                bytes_moved=sum(tensor.nbytes for tensor in builders["plain"]().values()),
+                gbps=options.copy_gbps,
+                checks={name: partial(in_one, build) for name, build in builders.items()},
+                device=device,
+            )
 
 
-def main() -> None:
-    options = command.parser("metadata", __doc__).parse_args()
-    gbps = copy_gbps(options.device)
-    speedups, milliseconds = run(options, gbps)
-    command.finish({"benchmark": "metadata", "geometric_mean_speedup": speedups, "packed_ms_p50": milliseconds})
+def summary(rows: list[harness.Row]) -> dict[str, Any]:
+    """Mean speed-ups of each phase, and the packed arrays' median times."""
+    phases: dict[str, list[harness.Row]] = {}
+    for row in rows:
+        phases.setdefault(row["case"].partition(":")[0], []).append(row)
+    packed = [row for row in phases["arrays"] if row["variant"] == "packed"]
+    return {
+        "geometric_mean_speedup": {phase: geometric_means(found) for phase, found in phases.items()},
+        "packed_ms_p50": {row["case"]: row["latency_ms_p50"] for row in packed},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser("metadata", __doc__, dtypes=("mixed",), warmup=3, repeats=31, quick_repeats=7)
+    harness.run_benchmark(parser, COLUMNS, rows, summary, arguments, yardsticks=harness.copy_rate)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ fitted. `collective_ms` is without the wait for later ranks, which is `skew_ms`.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,7 @@ from ..parallel.cost_model import CostModel
 from ..parallel.data_parallel import run_dp_sharded_vision_model
 from ..parallel.groups import init_group
 from ..parallel.tensor_parallel import tensor_parallel, tensor_parallel_sizes
-from . import command
+from . import harness
 from .fit_cost_model import CALIBRATION, Row, collective_points, fit_record, predict
 
 Runs = dict[str, Callable[[], Any]]
@@ -201,7 +201,7 @@ def measure(options: argparse.Namespace, checked: list[Row]) -> Row:
     """On every rank: the other phases; rank 0 writes the record. Returns the summary."""
     bench = RankBench.join(options)
     keeps = bench.group.rank() == 0
-    settings = command.settings(options, preset=options.preset, repeats=options.repeats, command=options.command)
+    settings = harness.settings(options, preset=options.preset, repeats=options.repeats, command=options.command)
     recorder = Recorder(
         "parallel", options.dtype, COLUMNS, directory=options.out, device=options.device, settings=settings
     )
@@ -223,10 +223,10 @@ def measure(options: argparse.Namespace, checked: list[Row]) -> Row:
                 model = fit_record(rows, options.preset, getattr(torch, options.dtype), source)
             for case, grids in batches.items():
                 if keeps:
-                    command.progress(f"parallel {options.preset} {options.dtype}, {phase}: {case}")
+                    harness.progress(f"parallel {options.preset} {options.dtype}, {phase}: {case}")
                 add(bench.rows(phase, case, grids, model))
     if keeps:
-        command.progress(f"wrote {recorder.path}")
+        harness.progress(f"wrote {recorder.path}")
     return summary(rows)
 
 
@@ -254,28 +254,28 @@ def summary(rows: list[Row]) -> Row:
     }
 
 
-def main() -> None:
-    parser = command.parser("parallel", __doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser("parallel", __doc__)
     parser.add_argument("--ranks", type=int, help="processes to start; by default the GPUs, or 2 on a CPU")
     parser.add_argument("--preset", default="lab", choices=("tiny", "lab", "kimi-vl-a3b"), help="%(default)s")
     parser.add_argument("--dtype", default="float32", choices=tuple(TOLERANCE), help="%(default)s")
     parser.add_argument("--repeats", type=int, default=5, help="counted rounds (%(default)s)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.repeats = 2 if options.quick else options.repeats
-    arguments = " ".join(sys.argv[1:])
+    words = " ".join(sys.argv[1:] if arguments is None else arguments)
     if dist.is_torchelastic_launched():
         processes = os.environ["LOCAL_WORLD_SIZE"]
-        options.command = f"torchrun --nproc-per-node {processes} -m kimivl_lab.bench.parallel {arguments}"
+        options.command = f"torchrun --nproc-per-node {processes} -m kimivl_lab.bench.parallel {words}"
         result, keeps = measure(options, []), dist.get_rank() == 0
         dist.destroy_process_group()
     else:
-        options.command = f"python -m kimivl_lab.bench.parallel {arguments}"
+        options.command = f"python -m kimivl_lab.bench.parallel {words}"
         gpus = torch.cuda.device_count() if options.device.startswith("cuda") else 0
         counts = [count for count in CHECK_RANKS if not gpus or count <= gpus]
         checked = [row for count in counts for row in run_ranks(check, count, options)[0]]
         result, keeps = run_ranks(measure, options.ranks or gpus or 2, options, checked)[0], True
     if keeps:
-        command.finish(result)
+        harness.finish(result)
 
 
 if __name__ == "__main__":

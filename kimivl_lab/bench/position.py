@@ -8,7 +8,7 @@ bandwidth; of a hit, to read the entry and write the result.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,15 +16,13 @@ from torch import Tensor
 from ..config import MoonViTConfig
 from ..datasets import draw_sizes
 from ..geometry import Grid, image_geometry, patch_counts
-from ..measure.records import Recorder
-from ..measure.roofline import copy_gbps
 from ..moonvit.position import POSITION_OPERATORS, Learnable2DInterpPosEmb
-from . import command
-from .compare import COLUMNS, Comparison
+from . import harness
+from .compare import COLUMNS, compare, mean_speedups
 
 SINGLE_GRIDS: list[Grid] = [(36, 46), (48, 86), (446, 12), (128, 128), (2, 510), (66, 66), (4, 40)]
 MIXED = ("coco_val2017", "pew_charts", "receipts")
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}
+TOLERANCE = {"float32": 5e-6, "bfloat16": 4e-3}
 
 
 def full_size_table(
@@ -76,35 +74,27 @@ def cases(quick: bool, seed: int) -> dict[str, list[Grid]]:
 
 
 @torch.no_grad()
-def run(dtype: torch.dtype, gbps: float, options: argparse.Namespace) -> dict[str, float]:
-    """One record; returns the geometric-mean speed-ups over "interpolate"."""
-    module, exact = full_size_table(dtype, options.device, options.seed)
-    settings = command.settings(options, warmup=2, repeats=7 if options.quick else 21, copy_gbps=round(gbps, 1))
-    with Recorder(
-        "position", command.name(dtype), COLUMNS, directory=options.out, device=options.device, settings=settings
-    ) as record:
-        comparison = Comparison(
-            record, "interpolate", gbps, TOLERANCE[dtype], options.device, settings["warmup"], settings["repeats"]
+def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """The rows of one record."""
+    module, exact = full_size_table(getattr(torch, options.dtype), options.device, options.seed)
+    for case, grids in cases(options.quick, options.seed).items():
+        runs = variants(module, grids)
+        yield from compare(
+            options,
+            case,
+            runs,
+            exact.get_pos_embeds(grids).to(options.device),
+            baseline="interpolate",
+            tolerance=TOLERANCE[options.dtype],
+            patches=sum(patch_counts(grids)),
+            bytes_moved={name: least_bytes(module.weight, grids, hit=name == "cache_hit") for name in runs},
+            gbps=options.copy_gbps,
         )
-        for case, grids in cases(options.quick, options.seed).items():
-            command.progress(f"position {command.name(dtype)} {case}")
-            runs = variants(module, grids)
-            comparison.add(
-                case,
-                runs,
-                exact.get_pos_embeds(grids).to(options.device),
-                patches=sum(patch_counts(grids)),
-                bytes_moved={name: least_bytes(module.weight, grids, hit=name == "cache_hit") for name in runs},
-            )
-    command.progress(f"wrote {record.path}")
-    return comparison.geometric_means()
 
 
-def main() -> None:
-    options = command.parser("position", __doc__).parse_args()
-    gbps = copy_gbps(options.device)
-    speedups = {command.name(dtype): run(dtype, gbps, options) for dtype in TOLERANCE}
-    command.finish({"benchmark": "position", "copy_gbps": round(gbps, 1), "geometric_mean_speedup": speedups})
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser("position", __doc__, dtypes=tuple(TOLERANCE), warmup=2, repeats=21, quick_repeats=7)
+    harness.run_benchmark(parser, COLUMNS, rows, mean_speedups, arguments, yardsticks=harness.copy_rate)
 
 
 if __name__ == "__main__":

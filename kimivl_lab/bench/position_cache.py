@@ -10,7 +10,7 @@ image is hits and misses weighted by a hit's and a miss's cost a patch, measured
 
 import argparse
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from ..config import MoonViTConfig
 from ..datasets import draw_sizes, load_sizes
 from ..geometry import Grid, image_geometry, num_patches
 from ..measure.accuracy import checked_errors
-from ..measure.records import Recorder
 from ..measure.timing import time_interleaved
 from ..moonvit.position_cache import PositionCache
-from . import command
+from . import harness
 from .position import TOLERANCE, cached, full_size_table
 
 WORKLOADS = ("coco_val2017", "pew_charts", "receipts", "device_screens", "clipart")
@@ -65,18 +64,18 @@ def traffic(case: str, images: int, seed: int) -> Iterator[Grid]:
 
 
 @torch.no_grad()
-def costs_us_per_patch(seed: int) -> tuple[float, float, float]:
-    """Measured here, in bfloat16: a hit's cost, a miss's, and the miss's relative error."""
-    module, exact = full_size_table(torch.bfloat16, "cpu", seed)
+def costs(options: argparse.Namespace) -> dict[str, float]:
+    """Measured first, in bfloat16: microseconds a patch of a hit and of a miss, and the miss's relative error."""
+    module, exact = full_size_table(torch.bfloat16, "cpu", options.seed)
     grids = [TIMED_GRID]
     runs = {
         "miss": lambda: cached(module, grids, cold=True),
         "hit": lambda: cached(module, grids, cold=False),
     }
-    errors = checked_errors(runs, exact.get_pos_embeds(grids), TOLERANCE[torch.bfloat16])
-    timings = time_interleaved(runs, repeats=15)
-    hit, miss = (1e3 * timings[name].p50_ms / num_patches(TIMED_GRID) for name in ("hit", "miss"))
-    return hit, miss, errors["miss"]
+    errors = checked_errors(runs, exact.get_pos_embeds(grids), TOLERANCE["bfloat16"])
+    timings = time_interleaved(runs, warmup=options.warmup, repeats=options.repeats, seed=options.seed)
+    hit, miss = (round(1e3 * timings[name].p50_ms / num_patches(TIMED_GRID), 4) for name in ("hit", "miss"))
+    return {"hit_us_per_patch": hit, "miss_us_per_patch": miss, "relative_error": float(f"{errors['miss']:.3g}")}
 
 
 def simulate(cache: PositionCache, grids: list[Grid], hit_us: float, miss_us: float) -> dict[str, float]:
@@ -107,31 +106,32 @@ def policies() -> Iterator[tuple[dict[str, Any], PositionCache]]:
         yield {"variant": "lru by bytes", "policy": "lru", "bound_mib": mib}, PositionCache(max_bytes=mib * 2**20)
 
 
-def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """One record; returns the hit rates of SGLang's policy (256 entries, first in first out) and of the default."""
-    images = 2_000 if options.quick else 20_000
-    hit_us, miss_us, error = costs_us_per_patch(options.seed)
+def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """The rows of one record."""
+    for case in (*WORKLOADS, "hot_cold", "cyclic"):
+        harness.progress(f"position_cache {case}")
+        grids = list(traffic(case, 2_000 if options.quick else 20_000, options.seed))
+        for row, cache in policies():
+            result = simulate(cache, grids, options.hit_us_per_patch, options.miss_us_per_patch)
+            yield {"case": case, "relative_error": options.relative_error, **row, **result}
+
+
+def summary(rows: list[harness.Row]) -> dict[str, Any]:
+    """The hit rates of SGLang's policy (256 entries, first in first out) and of the default."""
     rates: dict[str, dict[str, float]] = {}
-    costs = {"hit_us_per_patch": round(hit_us, 4), "miss_us_per_patch": round(miss_us, 4)}
-    settings = command.settings(options, warmup=2, repeats=15, **costs)
-    with Recorder("position_cache", "bfloat16", COLUMNS, directory=options.out, settings=settings) as record:
-        for case in (*WORKLOADS, "hot_cold", "cyclic"):
-            command.progress(f"position_cache {case}")
-            grids = list(traffic(case, images, options.seed))
-            for row, cache in policies():
-                result = simulate(cache, grids, hit_us, miss_us)
-                record.add({"case": case, "relative_error": f"{error:.3g}", **row, **result})
-                if row["variant"] == "fifo by entries" and row["bound_entries"] == 256:
-                    rates.setdefault(case, {})["fifo_256_entries"] = result["hit_rate"]
-                if row.get("bound_mib") == 256:
-                    rates.setdefault(case, {})["lru_256_mib"] = result["hit_rate"]
-        command.progress(f"wrote {record.path}")
-    return rates
+    for row in rows:
+        if row["variant"] == "fifo by entries" and row["bound_entries"] == 256:
+            rates.setdefault(row["case"], {})["fifo_256_entries"] = row["hit_rate"]
+        if row.get("bound_mib") == 256:
+            rates.setdefault(row["case"], {})["lru_256_mib"] = row["hit_rate"]
+    return {"hit_rates": rates}
 
 
-def main() -> None:
-    options = command.parser("position_cache", __doc__).parse_args()
-    command.finish({"benchmark": "position_cache", "hit_rates": run(options)})
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser(
+        "position_cache", __doc__, dtypes=("bfloat16",), warmup=2, repeats=15, quick_repeats=15, on_host=True
+    )
+    harness.run_benchmark(parser, COLUMNS, rows, summary, arguments, yardsticks=costs)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ variants of a case run in turn, on the host. The floor is the time to read the p
 float32 once at this machine's measured copy bandwidth; decoding and resizing have no such floor and come on top.
 """
 
+import argparse
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,8 @@ from torch import Tensor
 
 from ..datasets import draw_sizes, sample_images
 from ..images.processor import KimiVLImageProcessor
-from ..measure.records import Recorder
-from ..measure.roofline import copy_gbps
-from . import command
-from .compare import COLUMNS, Comparison
+from . import harness
+from .compare import COLUMNS, compare, geometric_means
 from .preprocess_reference import reference_preprocess
 
 PHOTOGRAPHS = ("astronaut", "chelsea", "china", "coffee")
@@ -73,61 +73,53 @@ def variants(sources: Sequence[Source]) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def add_case(comparison: Comparison, case: str, sources: Sequence[Source]) -> None:
-    """Checks and times one list of pictures."""
-    runs = variants(sources)
-    want = reference(sources)
-    comparison.add(
-        case,
-        runs,
-        want,
-        patches=len(want),
-        bytes_moved=want.numel() * (1 + want.element_size()),
-        checks=runs | {"uint8": lambda: (runs["uint8"]().float() / 255 - 0.5) / 0.5},
-    )
+def normalised(uint8: Callable[[], Tensor]) -> Tensor:
+    """What `uint8` gives, as the float32 patches that it stands for."""
+    return (uint8().float() / 255 - 0.5) / 0.5
 
 
-def least_speedups(comparison: Comparison) -> dict[str, float]:
-    """Of each variant, the least over the cases, against whichever reference was faster there."""
-    alone = comparison.ratios["reference_one_thread"]
-    return {
-        name: round(min(ratio / max(1, other) for ratio, other in zip(ratios, alone, strict=True)), 2)
-        for name, ratios in comparison.ratios.items()
-        if name not in REFERENCES
-    }
-
-
-def main() -> None:
-    options = command.parser("preprocess", __doc__).parse_args()
-    options.device = "cpu"  # the processor's output stays on the host
-    gbps = copy_gbps(options.device)
-    settings: dict[str, Any] = command.settings(
-        options, warmup=1 if options.quick else 3, repeats=5 if options.quick else 21, copy_gbps=round(gbps, 1)
-    )
+def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """The rows of one record."""
     small = photographs("coco_val2017", 32, options.seed)
     large = photographs("document_photos", 8, options.seed)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Recorder("preprocess", "mixed", COLUMNS, directory=options.out, settings=settings) as record,
-    ):
-        comparison = Comparison(record, "reference", gbps, 0.0, "cpu", settings["warmup"], settings["repeats"])
+    with tempfile.TemporaryDirectory() as folder:
         cases: dict[str, Sequence[Source]] = {
             "32 of coco_val2017, decoded": small,
             "32 of coco_val2017, JPEG files": save_jpegs(small, Path(folder)),
             "8 of document_photos, decoded": large,
         }
         for case, sources in cases.items():
-            command.progress(f"preprocess {case}")
-            add_case(comparison, case, sources)
-    command.progress(f"wrote {record.path}")
-    command.finish(
-        {
-            "benchmark": "preprocess",
-            "copy_gbps": round(gbps, 1),
-            "geometric_mean_speedup": comparison.geometric_means(),
-            "least_speedup_over_the_faster_reference": least_speedups(comparison),
-        }
+            runs, want = variants(sources), reference(sources)
+            yield from compare(
+                options,
+                case,
+                runs,
+                want,
+                baseline="reference",
+                tolerance=0.0,
+                patches=len(want),
+                bytes_moved=want.numel() * (1 + want.element_size()),
+                gbps=options.copy_gbps,
+                checks=runs | {"uint8": partial(normalised, runs["uint8"])},
+            )
+
+
+def summary(rows: list[harness.Row]) -> dict[str, Any]:
+    """Mean speed-ups, and the least speed-up of each variant over whichever reference was faster in that case."""
+    alone = {row["case"]: row["speedup_ratio"] for row in rows if row["variant"] == "reference_one_thread"}
+    least: dict[str, float] = {}
+    for row in rows:
+        if row["variant"] not in REFERENCES:
+            ratio = row["speedup_ratio"] / max(1, alone[row["case"]])
+            least[row["variant"]] = round(min(ratio, least.get(row["variant"], ratio)), 2)
+    return {"geometric_mean_speedup": geometric_means(rows), "least_speedup_over_the_faster_reference": least}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser(
+        "preprocess", __doc__, dtypes=("mixed",), warmup=3, repeats=21, quick_repeats=5, on_host=True
     )
+    harness.run_benchmark(parser, COLUMNS, rows, summary, arguments, yardsticks=harness.copy_rate)
 
 
 if __name__ == "__main__":

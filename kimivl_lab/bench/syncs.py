@@ -10,7 +10,7 @@ pretended counts and the times are filled in.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,11 @@ from ..datasets import draw_sizes
 from ..geometry import IN_TOKEN_LIMIT, Grid, image_geometry, patch_counts
 from ..lessons.grids_on_device import METADATA_VARIANTS
 from ..measure.accuracy import checked_errors
-from ..measure.records import Recorder
 from ..measure.timing import time_interleaved
 from ..moonvit.model import MoonVitPretrainedModel
 from ..syncs.counter import HostSyncCounter, count_host_syncs, on_device
-from . import command
+from . import harness
+from .towers import noise, reference_and_tower
 
 IMAGES = (1, 12)
 LAUNCHES = 64
@@ -58,8 +58,7 @@ Runs = dict[str, Callable[[], Tensor]]
 
 def forwards(tower: MoonVitPretrainedModel, grids: list[Grid], away: Tensor, seed: int) -> Runs:
     """Each variant over `grids`, which are `away`, on the tower's device, where the variant wants them so."""
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=generator)
+    pixels = noise(grids, seed)
     return {
         name: partial(encode, tower, pixels, torch.tensor(grids) if name == "host" else away)
         for name, encode in METADATA_VARIANTS.items()
@@ -75,12 +74,11 @@ def pretended_counts(layers: int, images: int) -> dict[str, HostSyncCounter]:
     return {name: count_host_syncs(run, pretended=True) for name, run in runs.items()}
 
 
-def count_and_time(
-    exact: MoonVitPretrainedModel, tower: MoonVitPretrainedModel, options: argparse.Namespace, repeats: int
-) -> Iterator[dict[str, Any]]:
+def count_and_time(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Rows of the forwards."""
+    exact, tower = reference_and_tower(options, _OPTIONS)
     for images in IMAGES:
-        command.progress(f"syncs: {images} images")
+        harness.progress(f"syncs: {images} images")
         sizes = draw_sizes("coco_val2017", images, options.seed)
         limit = 64 if options.quick else IN_TOKEN_LIMIT
         grids = [image_geometry(*size, in_token_limit=limit).grid_hw for size in sizes]
@@ -89,7 +87,9 @@ def count_and_time(
         errors = checked_errors(runs, want, TOLERANCE[options.dtype])
         pretended = pretended_counts(tower.config.num_hidden_layers, images)
         counted = {name: count_host_syncs(run) for name, run in runs.items()} if tower.device.type == "cuda" else {}
-        timings = time_interleaved(runs, device=tower.device, warmup=1, repeats=repeats)
+        timings = time_interleaved(
+            runs, device=tower.device, warmup=options.warmup, repeats=options.repeats, seed=f"{options.seed} {images}"
+        )
         for name, timing in timings.items():
             row = {
                 "case": f"{images} of coco_val2017",
@@ -132,13 +132,16 @@ def loops(device: torch.device, quick: bool) -> dict[str, dict[int, Callable[[],
     return {name: {reads: partial(loop, kernel, reads) for reads in READS} for name, kernel in kernels.items()}
 
 
-def price(device: torch.device, quick: bool, repeats: int) -> Iterator[dict[str, Any]]:
+def price(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Rows of the loops."""
-    for kernel, runs in loops(device, quick).items():
-        command.progress(f"syncs: {kernel}")
+    device = torch.device(options.device)
+    for kernel, runs in loops(device, options.quick).items():
+        harness.progress(f"syncs: {kernel}")
         variants = {f"{reads} reads of {LAUNCHES} launches": run for reads, run in runs.items()}
         errors = checked_errors(variants, runs[0](), 0.0)
-        timings = time_interleaved(variants, device=device, warmup=1, repeats=repeats)
+        timings = time_interleaved(
+            variants, device=device, warmup=options.warmup, repeats=options.repeats, seed=f"{options.seed} {kernel}"
+        )
         free = timings[f"0 reads of {LAUNCHES} launches"].p50_ms
         for (name, timing), reads in zip(timings.items(), READS, strict=True):
             cost = max(0.0, timing.p50_ms - free) / reads * 1e3 if reads else None
@@ -152,45 +155,37 @@ def price(device: torch.device, quick: bool, repeats: int) -> Iterator[dict[str,
 
 
 @torch.inference_mode()
-def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record; returns its rows."""
-    torch.manual_seed(options.seed)
-    exact = MoonVitPretrainedModel(MoonViTConfig.preset(options.preset), _OPTIONS).eval()
-    tower = MoonVitPretrainedModel(exact.config, _OPTIONS).eval()
-    tower.load_state_dict(exact.state_dict())
-    exact, tower = exact.to(options.device), tower.to(device=options.device, dtype=getattr(torch, options.dtype))
-    repeats = 3 if options.quick else options.repeats
-    settings = command.settings(options, preset=options.preset, warmup=2, repeats=repeats)
-    with Recorder(
-        "syncs", options.dtype, COLUMNS, directory=options.out, device=options.device, settings=settings
-    ) as record:
-        for row in count_and_time(exact, tower, options, repeats):
-            record.add(row)
-        for row in price(tower.device, options.quick, repeats):
-            record.add(row)
-    command.progress(f"wrote {record.path}")
-    return record.rows
+def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """The rows of one record."""
+    yield from count_and_time(options)
+    yield from price(options)
 
 
-def main() -> None:
+def summary(rows: list[harness.Row]) -> dict[str, Any]:
+    """Counts and times of the forwards, and the price of one read."""
+    forwards = {f"{row['case']} {row['variant']}": row for row in rows if row["case"].endswith("coco_val2017")}
+    reads = {f"{row['case']}, {row['variant']}": row["read_cost_us"] for row in rows if row.get("read_cost_us")}
+    return {
+        "syncs": {name: row.get("syncs_count") for name, row in forwards.items()},
+        "pretended": {name: row["pretended_syncs_count"] for name, row in forwards.items()},
+        "latency_ms_p50": {name: row["latency_ms_p50"] for name, row in forwards.items()},
+        "read_cost_us": reads,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     cuda = torch.cuda.is_available()
-    parser = command.parser("syncs", __doc__)
-    parser.add_argument("--preset", default="kimi-vl-a3b" if cuda else "lab", help="%(default)s here")
-    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32", choices=tuple(TOLERANCE))
-    parser.add_argument("--repeats", type=int, default=9, help="counted rounds (%(default)s)")
-    rows = run(parser.parse_args())
-    forward_rows = [row for row in rows if row["case"].endswith("coco_val2017")]
-    command.finish(
-        {
-            "benchmark": "syncs",
-            "syncs": {f"{row['case']} {row['variant']}": row.get("syncs_count") for row in forward_rows},
-            "pretended": {f"{row['case']} {row['variant']}": row["pretended_syncs_count"] for row in forward_rows},
-            "latency_ms_p50": {f"{row['case']} {row['variant']}": row["latency_ms_p50"] for row in forward_rows},
-            "read_cost_us": {
-                f"{row['case']}, {row['variant']}": row["read_cost_us"] for row in rows if row.get("read_cost_us")
-            },
-        }
+    parser = harness.parser(
+        "syncs",
+        __doc__,
+        dtypes=tuple(TOLERANCE),
+        default_dtypes=("bfloat16",) if cuda else ("float32",),
+        preset="kimi-vl-a3b" if cuda else "lab",
+        warmup=1,
+        repeats=9,
+        quick_repeats=3,
     )
+    harness.run_benchmark(parser, COLUMNS, rows, summary, arguments)
 
 
 if __name__ == "__main__":

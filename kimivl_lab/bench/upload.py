@@ -8,72 +8,68 @@ compared with the float64 result before it is timed. The floor is the copy of ui
 """
 
 import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..config import MoonViTConfig
-from ..measure.records import Recorder
 from ..measure.roofline import copy_gbps
 from ..measure.timing import time_interleaved
 from ..moonvit.patch_embed import MoonVisionPatchEmbed
-from . import command
-from .compare import COLUMNS, Comparison
+from . import harness
+from .compare import COLUMNS, compare, mean_speedups
 
 PATCHES = (1024, 4096, 16384)
 TOLERANCE = 0.02
 
 
-def upload_gbps(device: torch.device) -> float:
-    """Measured GB/s of a large pinned copy to the device; a CPU's own copy rate where there is none."""
+def upload_rate(options: argparse.Namespace) -> dict[str, float]:
+    """Measured GB/s of a large pinned copy to the device; on a CPU, which uploads nothing, of a copy in memory."""
+    device = torch.device(options.device)
     if device.type == "cpu":
-        return copy_gbps(device)
+        return {"upload_gbps": round(copy_gbps(device), 2)}
     host = torch.ones(64 * 2**20, dtype=torch.uint8).pin_memory()
     timing = time_interleaved({"copy": lambda: host.to(device, non_blocking=True)}, device=device, repeats=10)
-    return host.nbytes / timing["copy"].p20_ms / 1e6
+    return {"upload_gbps": round(host.nbytes / timing["copy"].p20_ms / 1e6, 2)}
 
 
 @torch.inference_mode()
-def run(options: argparse.Namespace, gbps: float) -> dict[str, float]:
-    """One record; returns the geometric-mean speed-ups over float32 patches."""
+def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """The rows of one record."""
     device = torch.device(options.device)
     torch.manual_seed(options.seed)
     embed = MoonVisionPatchEmbed(MoonViTConfig.preset("kimi-vl-a3b")).eval()
-    exact = embed.proj.weight.double().flatten(1)
+    assert embed.proj.bias is not None
+    weight, bias = embed.proj.weight.double().flatten(1), embed.proj.bias.double()
     embed = embed.bfloat16().to(device)
-    settings = command.settings(options, warmup=3, repeats=7 if options.quick else 21, upload_gbps=round(gbps, 2))
-    with Recorder("upload", "bfloat16", COLUMNS, directory=options.out, device=device, settings=settings) as record:
-        comparison = Comparison(
-            record, "float32", gbps, TOLERANCE, options.device, settings["warmup"], settings["repeats"]
+
+    def embedded(host: Tensor) -> Tensor:
+        return embed.project(host.to(device, non_blocking=True))
+
+    for patches in PATCHES[:2] if options.quick else PATCHES:
+        raw = torch.randint(0, 256, (patches, 3, 14, 14), dtype=torch.uint8)
+        normalised = (raw.float() / 255 - 0.5) / 0.5
+        hosts = {"float32": normalised, "bfloat16": normalised.bfloat16(), "uint8": raw}
+        if device.type == "cuda":
+            hosts = {name: host.pin_memory() for name, host in hosts.items()}
+        yield from compare(
+            options,
+            f"{patches} patches",
+            {name: partial(embedded, host) for name, host in hosts.items()},
+            (normalised.double().flatten(1) @ weight.T + bias).to(device),
+            baseline="float32",
+            tolerance=TOLERANCE,
+            patches=patches,
+            bytes_moved=raw.nbytes,
+            gbps=options.upload_gbps,
         )
-        for patches in PATCHES[:2] if options.quick else PATCHES:
-            command.progress(f"upload {patches} patches")
-            raw = torch.randint(0, 256, (patches, 3, 14, 14), dtype=torch.uint8)
-            normalised = (raw.float() / 255 - 0.5) / 0.5
-            hosts = {"float32": normalised, "bfloat16": normalised.bfloat16(), "uint8": raw}
-            if device.type == "cuda":
-                hosts = {name: host.pin_memory() for name, host in hosts.items()}
-
-            def embedded(host: Tensor) -> Tensor:
-                return embed.project(host.to(device, non_blocking=True))
-
-            assert embed.proj.bias is not None
-            want = normalised.double().flatten(1) @ exact.T + embed.proj.bias.double().cpu()
-            comparison.add(
-                f"{patches} patches",
-                {name: lambda host=host: embedded(host) for name, host in hosts.items()},
-                want.to(device),
-                patches=patches,
-                bytes_moved=raw.nbytes,
-            )
-    command.progress(f"wrote {record.path}")
-    return comparison.geometric_means()
 
 
-def main() -> None:
-    options = command.parser("upload", __doc__).parse_args()
-    gbps = upload_gbps(torch.device(options.device))
-    command.finish({"benchmark": "upload", "upload_gbps": round(gbps, 2), "geometric_mean_speedup": run(options, gbps)})
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser("upload", __doc__, dtypes=("bfloat16",), warmup=3, repeats=21, quick_repeats=7)
+    harness.run_benchmark(parser, COLUMNS, rows, mean_speedups, arguments, yardsticks=upload_rate)
 
 
 if __name__ == "__main__":
