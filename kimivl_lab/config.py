@@ -131,6 +131,9 @@ class EncoderOptions:
         `kimivl_lab.kernels.packed_linear`.
     compile: run the blocks through torch.compile, which fuses norms, rope, activations and residuals: one graph for
         all blocks and batches. `rope` and `linear` are then the compiler's.
+    weights: "checked" (before each forward on a CPU the weights are compared with those that were packed, so that no
+        change is missed) or "announced" (no comparison and no memory for it; a change that torch does not count must
+        be announced by `tower.weights_changed()`). See `kimivl_lab.kernels.weight_state`.
     """
 
     attention: str = "auto"
@@ -138,6 +141,7 @@ class EncoderOptions:
     rope: str = "auto"
     linear: str = "auto"
     compile: bool = False
+    weights: str = "checked"
 
 
 def _preset(table: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from kimivl_lab.kernels.packed_linear import PACKED_KERNELS
 from kimivl_lab.kernels.rotation import rotate_complex
 from kimivl_lab.measure.ranks import RankTiming, time_on_ranks
 from kimivl_lab.moonvit.attention import eager_attention
-from kimivl_lab.moonvit.layers import Kernels, MoonVitEncoderLayer
+from kimivl_lab.moonvit.layers import MoonVitEncoderLayer, ResolvedOptions
 from kimivl_lab.parallel.auto import AutoParallelTower
 from kimivl_lab.parallel.balance import Assignment
 from kimivl_lab.parallel.collectives import all_reduce, record_collectives
@@ -369,7 +369,7 @@ def torch_plan(group, folder):
     cut: Any = tensor_parallel(tower, group).encoder.blocks[0]
     local = [module.to_local() for module in (plain.wo.weight, plain.fc0.weight)]
     same = [torch.equal(a, b) for a, b in zip(local, (cut.wo.local.weight, cut.mlp.fc0.local.weight), strict=True)]
-    kernels = Kernels.resolve(tower.options, tower.device, tower.dtype)
+    kernels = ResolvedOptions.resolve(tower.options, tower.device, tower.dtype)
     return relative_error(cut(x, metadata, replace(kernels, linear=None)), want), same
 
 

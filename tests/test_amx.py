@@ -20,10 +20,10 @@ from kimivl_lab.kernels.amx import library
 from kimivl_lab.kernels.amx.attention import attend
 from kimivl_lab.kernels.amx.linear import multiply, pack, packed_linear
 from kimivl_lab.kernels.amx.rope import rotate, rotate_
-from kimivl_lab.kernels.packed_linear import GELU_TANH, PACKED_KERNELS, FusedLinear, refresh_packed, resolve_linear
+from kimivl_lab.kernels.packed_linear import PACKED_KERNELS, fused_linear, refresh_packed, resolve_linear
 from kimivl_lab.kernels.rotation import ROPE_IMPLEMENTATIONS, resolve_rotation, rotate_complex
 from kimivl_lab.moonvit.attention import ATTENTION_BACKENDS, resolve_attention
-from kimivl_lab.moonvit.layers import Kernels
+from kimivl_lab.moonvit.layers import ResolvedOptions
 from kimivl_lab.moonvit.rope import Rope2DPosEmb
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
@@ -256,18 +256,23 @@ def test_results_lie_on_the_host_whatever_torchs_default_device():
 @needs_amx
 @torch.no_grad()
 def test_a_layer_packs_for_the_kernel_that_is_asked_for_and_anew_when_its_weight_changes():
-    layer, x = FusedLinear(72, 56).to(BF16), normal(24, 72)
+    layer, x = torch.nn.Linear(72, 56).to(BF16), normal(24, 72)
     seen = {}
     for name, kernel in [*PACKED_KERNELS.items(), *PACKED_KERNELS.items()]:
-        refresh_packed(layer, kernel)
-        seen.setdefault(name, []).append(layer(x, GELU_TANH, kernel=kernel))
-        assert relative_error(seen[name][-1], layer(x, GELU_TANH)) < 8e-3
+        refresh_packed([layer], kernel)
+        seen.setdefault(name, []).append(fused_linear(layer, x, kernel, gelu=True))
+        assert relative_error(seen[name][-1], fused_linear(layer, x, None, gelu=True)) < 8e-3
     assert all(torch.equal(*twice) for twice in seen.values())
-    refresh_packed(layer, AMX)
-    before = layer(x, kernel=AMX)
+    refresh_packed([layer], AMX)
+    before = fused_linear(layer, x, AMX)
     layer.weight.mul_(-2)
-    refresh_packed(layer, AMX)
-    assert relative_error(layer(x, kernel=AMX), layer(x)) < 8e-3 < 0.1 < relative_error(layer(x, kernel=AMX), before)
+    refresh_packed([layer], AMX)
+    assert (
+        relative_error(fused_linear(layer, x, AMX), layer(x))
+        < 8e-3
+        < 0.1
+        < relative_error(fused_linear(layer, x, AMX), before)
+    )
 
 
 # --- rope ------------------------------------------------------------------------------------------------------------
@@ -357,7 +362,7 @@ def test_a_graph_replays_the_kernels_whatever_the_tower_turns_to_and_sees_a_chan
 @torch.no_grad()
 def test_a_recorded_block_is_made_of_the_kernels():
     tower, grids = tiny_tower(seed=2).to(BF16), [(4, 6), (2, 2)]
-    metadata, kernels = tower.prepare_encoder_metadata(grids), Kernels.resolve(EncoderOptions(), CPU, BF16)
+    metadata, kernels = tower.prepare_encoder_metadata(grids), ResolvedOptions.resolve(EncoderOptions(), CPU, BF16)
     x = normal(28, tower.config.hidden_size)
     want = tower.encoder(x, metadata, kernels)  # packs the weights, too
     graph = TraceBackend().capture(lambda x: tower.encoder(x, metadata, kernels), {"x": x}, dict, False)
@@ -373,11 +378,11 @@ def test_who_watches_sees_operators():
     pixels, plain = pixels_for(grids), tiny_tower(options=EncoderOptions(linear="plain")).to(BF16)
     tower(pixels, grids)
     layer, x = tower.encoder.blocks[0].wqkv.requires_grad_(False), normal(24, 288)
-    traced = torch.jit.trace(lambda x: layer(x, kernel=AMX), x, check_trace=False)
-    assert torch.equal(traced(-x), layer(-x, kernel=AMX))
-    assert torch.equal(make_fx(lambda x: layer(x, kernel=AMX))(x)(-x), layer(-x, kernel=AMX))
+    traced = torch.jit.trace(lambda x: fused_linear(layer, x, AMX), x, check_trace=False)
+    assert torch.equal(traced(-x), fused_linear(layer, -x, AMX))
+    assert torch.equal(make_fx(lambda x: fused_linear(layer, x, AMX))(x)(-x), fused_linear(layer, -x, AMX))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        assert layer(mode.from_tensor(x), kernel=AMX).shape == (24, 3 * 288)
+        assert fused_linear(layer, mode.from_tensor(x), AMX).shape == (24, 3 * 288)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         tower(pixels, grids)
     seen = {event.key: event.count for event in profile.key_averages() if event.key.startswith("kimivl_lab::")}

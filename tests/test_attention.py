@@ -7,6 +7,7 @@ import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimivl_lab import EncoderOptions, MoonViTConfig, MoonVitPretrainedModel
 from kimivl_lab.kernels.packed_attention import attend_packed, packed_attention_backward
-from kimivl_lab.kernels.packed_linear import GELU_TANH, PACKED_KERNELS, FusedLinear, packed_unavailable, refresh_packed
+from kimivl_lab.kernels.packed_linear import (
+    PACKED_KERNELS,
+    fused_linear,
+    packed_copy,
+    packed_unavailable,
+    refresh_packed,
+)
 from kimivl_lab.moonvit.attention import (
     ATTENTION_BACKENDS,
     attention_unavailable,
@@ -296,15 +303,21 @@ def test_prepacked_equals_plain(dtype, rows):
     product's error may be several times another's, so neither bounds the other."""
     bound = torch.finfo(dtype).eps / 2 + 72**0.5 * torch.finfo(torch.float32).eps / 2
     torch.manual_seed(rows)
-    layer = FusedLinear(72, 56).to(dtype)
+    layer = torch.nn.Linear(72, 56).to(dtype)
     x, residual = torch.randn(rows, 72).to(dtype), torch.randn(rows, 56).to(dtype)
-    for extra in ({}, {"activation": GELU_TANH}, {"residual": residual}):
+    cases: list[dict[str, Any]] = [{}, {"gelu": True}, {"residual": residual}]
+    for extra in cases:
         exact = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in extra.items()}
-        want = copy.deepcopy(layer).double()(x.double(), **exact)
-        refresh_packed(layer, ONEDNN)
-        plain, packed = layer(x, **extra), layer(x, **extra, kernel=ONEDNN)
+        want = fused_linear(copy.deepcopy(layer).double(), x.double(), None, **exact)
+        refresh_packed([layer], ONEDNN)
+        plain, packed = fused_linear(layer, x, None, **extra), fused_linear(layer, x, ONEDNN, **extra)
         assert packed.dtype == dtype
         assert max(relative_error(plain, want), relative_error(packed, want)) < bound
+
+
+def current(layer) -> torch.Tensor | None:
+    packed = packed_copy(layer)
+    return None if packed is None else packed.current
 
 
 def in_place(layer):
@@ -323,12 +336,12 @@ def update_data(layer):
 @pytest.mark.parametrize("change", [in_place, load, update_data], ids=lambda f: f.__name__)
 @torch.no_grad()
 def test_a_changed_weight_is_packed_anew(change):
-    layer, x = FusedLinear(72, 56), torch.randn(24, 72)
-    refresh_packed(layer, ONEDNN)
-    before = layer(x, kernel=ONEDNN)
+    layer, x = torch.nn.Linear(72, 56), torch.randn(24, 72)
+    refresh_packed([layer], ONEDNN)
+    before = fused_linear(layer, x, ONEDNN)
     change(layer)
-    refresh_packed(layer, ONEDNN)
-    after = layer(x, kernel=ONEDNN)
+    refresh_packed([layer], ONEDNN)
+    after = fused_linear(layer, x, ONEDNN)
     assert relative_error(after, layer(x)) < 1e-6
     assert relative_error(after, before) > 0.1
 
@@ -337,13 +350,13 @@ def test_a_changed_weight_is_packed_anew(change):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 @torch.no_grad()
 def test_the_packed_copy_is_never_copied_or_serialised(copied):
-    layer, x = FusedLinear(72, 56), torch.randn(24, 72)
-    refresh_packed(layer, ONEDNN)
-    want = layer(x, kernel=ONEDNN)
+    layer, x = torch.nn.Linear(72, 56), torch.randn(24, 72)
+    refresh_packed([layer], ONEDNN)
+    want = fused_linear(layer, x, ONEDNN)
     twin = copied(layer)
-    assert layer.packed.current is not None and twin.packed.current is None
-    refresh_packed(twin, ONEDNN)
-    assert torch.equal(twin(x, kernel=ONEDNN), want)
+    assert current(layer) is not None and current(twin) is None
+    refresh_packed([twin], ONEDNN)
+    assert torch.equal(fused_linear(twin, x, ONEDNN), want)
     assert set(layer.state_dict()) == {"weight", "bias"}
 
 

@@ -124,7 +124,7 @@ def test_C5_taps_sum_to_one_and_stay_inside():
 def test_C12_axis_taps_stay_small_over_every_grid_side():
     module = table(dim=2)
     for side in range(1, 512):
-        module._taps(side, 64)
+        module._taps(torch.float32, torch.device("cpu"), side, 64)
     assert module.axes.stats.bytes <= module.axes.max_bytes == 4 * 2**20
 
 

@@ -29,7 +29,7 @@ from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
 from ..measure.timing import time_interleaved
 from ..moonvit.attention import resolve_attention, sdpa_attention
-from ..moonvit.layers import Kernels
+from ..moonvit.layers import ResolvedOptions
 from ..moonvit.merger import patch_merger, patch_merger_packed
 from ..moonvit.model import MoonVitPretrainedModel
 from . import harness
@@ -114,7 +114,7 @@ def encode(
     attend = resolve_attention(rung.attention, tower.device, tower.dtype)
     rotate = resolve_rotation(rung.rope, tower.device, tower.dtype, inference=True)
     linear = PACKED_KERNELS.get(rung.linear)
-    kernels = Kernels(rotate, reading_the_bound(attend) if rung.bound_per_layer else attend, linear)
+    kernels = ResolvedOptions(rotate, reading_the_bound(attend) if rung.bound_per_layer else attend, linear)
     x = tower.encoder(x, metadata, kernels)
     if rung.packed_merge:
         return patch_merger_packed(x, metadata.merge_gather_idx, tower.config.merge_size)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels.packed_linear import FusedLinear, PackedCopy
+from ..kernels.packed_linear import PackedCopy, packed_copy
 from .trace_program import HasCurrentTensor
 
 
@@ -30,8 +30,8 @@ class CapturedWeights:
     def __init__(self, module: nn.Module) -> None:
         # By part of the module, parents first: the part, "_modules", "_parameters" or "_buffers", the name in it.
         self._known: list[tuple[weakref.ref[nn.Module], str, str, weakref.ref[Any], Any, str]] = []
-        self._fused: list[weakref.ref[FusedLinear]] = []
-        self._copies: list[tuple[weakref.ref[FusedLinear], PackedCopy]] = []
+        self._linears: list[weakref.ref[nn.Linear]] = []
+        self._copies: list[tuple[weakref.ref[nn.Linear], PackedCopy]] = []
         for path, part in module.named_modules():
             for kind in ("_modules", "_parameters", "_buffers"):
                 for name, value in vars(part)[kind].items():
@@ -39,8 +39,8 @@ class CapturedWeights:
                         full = f"{path}.{name}" if path else name
                         known = (weakref.ref(part), kind, name, weakref.ref(value), _address(value), full)
                         self._known.append(known)
-            if isinstance(part, FusedLinear):
-                self._fused.append(weakref.ref(part))
+            if isinstance(part, nn.Linear):
+                self._linears.append(weakref.ref(part))
 
     def packed_copies(self) -> dict[int, HasCurrentTensor]:
         """The packed copies that exist now, by the id of the tensor.
@@ -48,8 +48,8 @@ class CapturedWeights:
         They are kept and brought up to date even if a layer later packs its weight for another kernel: graphs read
         them.
         """
-        layers = [(ref, layer) for ref in self._fused if (layer := ref()) is not None]
-        self._copies = [(ref, layer.packed) for ref, layer in layers if layer.packed.current is not None]
+        found = [(ref, packed_copy(layer)) for ref in self._linears if (layer := ref()) is not None]
+        self._copies = [(ref, copy) for ref, copy in found if copy is not None and copy.current is not None]
         return {id(copy.current): copy for _, copy in self._copies}
 
     def check(self) -> None:

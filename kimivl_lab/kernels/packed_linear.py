@@ -1,15 +1,15 @@
-"""Linear layers whose activation or residual is part of the product.
+"""Products of linear layers with their activation or residual, from packed copies of the weights.
 
-`FusedLinear` is an nn.Linear under the checkpoint's names. Called plainly it is F.linear, then the activation, then
-the residual: the reference. With a `PackedKernel` all three are one pass over the result, from a copy of the weight in
-that kernel's own layout, which `refresh_packed` makes once, and anew when the weight changes. The copy is as large as
-the weight.
+A packed copy is the weight in one kernel's own layout, made once, and again when the weight changes. It is as large as
+the weight. With it the product, its bias and the activation or residual are one pass over the result.
 
     "prepacked"   oneDNN's product, float32 and bfloat16
     "amx"         our own, bfloat16, for processors with matrix extensions: see `kimivl_lab.kernels.amx`
+
+Test: tests/test_attention.py, tests/test_amx.py, tests/test_faults_weights.py. Record: encoder__*.csv.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,9 +22,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from .amx.library import amx_unavailable
 from .amx.linear import multiply, pack, packed_linear
 from .dispatch import must_dispatch
+from .untouched import is_untouched
 from .weight_state import WeightState
 
 GELU_TANH = "gelu_tanh"
+_SLOT = "packed_copy"  # in a layer's __dict__: neither parameter nor buffer, so never in a state dict
 _LAYOUT_ROWS = 1024  # the number of rows the blocked layout is chosen for; it serves any other
 
 
@@ -41,73 +43,99 @@ class PackedKernel:
     multiply: Callable[[Tensor, Tensor, int, Tensor | None, Tensor | None, bool], Tensor]
 
 
-class FusedLinear(nn.Linear):
-    """y = activation(x W^T + b) + residual."""
+class FusedModule(nn.Module):
+    """A layer of the library that takes `fused_linear`'s activation, residual and kernel in its own call.
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features)
-        self.packed = PackedCopy(None)
-
-    def forward(
-        self,
-        input: Tensor,
-        activation: str | None = None,
-        residual: Tensor | None = None,
-        *,
-        kernel: PackedKernel | None = None,
-    ) -> Tensor:
-        """(L, in) -> (L, out). `activation`: None or "gelu_tanh"; not together with `residual`.
-
-        Args:
-            kernel: used if the weight is packed for it, which `refresh_packed` sees to; the reference otherwise.
-        """
-        assert activation in (None, GELU_TANH) and (activation is None or residual is None)
-        packed = self.packed
-        if kernel is not None and packed.kernel is kernel and packed.current is not None:
-            gelu = activation is not None
-            return kernel.multiply(input, packed.current, self.out_features, self.bias, residual, gelu)
-        y = F.linear(input, self.weight, self.bias)
-        if activation is not None:
-            y = F.gelu(y, approximate="tanh")
-        return y if residual is None else residual + y
+    Its submodule `local` is the layer that multiplies, and that is packed if it is an nn.Linear.
+    """
 
 
 class PackedCopy:
-    """One kernel's copy of one weight, `current` since the last `refresh`; never copied or serialised."""
+    """One kernel's copy of one weight: `current` since the last `refresh`. Copies and pickles of it are empty."""
 
-    def __init__(self, kernel: PackedKernel | None) -> None:
+    def __init__(self, kernel: PackedKernel | None, checked: bool = True) -> None:
         self.kernel = kernel
+        self.checked = checked
         self.current: Tensor | None = None
         self._state: WeightState | None = None
 
     def refresh(self, weight: Tensor) -> None:
-        """Packs `weight` if it is not what it was. Of a weight whose changes leave no trace there is no copy."""
+        """Packs `weight` again if it changed since the last call.
+
+        Makes no copy if a change of `weight` could not be detected (a tensor subclass, a tensor without values).
+        """
         assert self.kernel is not None
         if self._state is not None and self._state.still_holds(weight):
             return
         self.current = self._state = None
-        if WeightState.is_traceable(weight):
+        if WeightState.is_traceable(weight, self.checked):
             self.current = self.kernel.pack(weight.detach())
-            self._state = WeightState(weight)
+            self._state = WeightState(weight, self.checked)
 
     def __reduce__(self) -> tuple[Any, tuple[None]]:
         return PackedCopy, (None,)
 
 
-def refresh_packed(module: nn.Module, kernel: PackedKernel) -> None:
-    """Brings the packed copies of all `FusedLinear`s in `module` up to date: once a forward, before its first layer.
+def fused_linear(
+    layer: nn.Module, x: Tensor, kernel: PackedKernel | None, *, gelu: bool = False, residual: Tensor | None = None
+) -> Tensor:
+    """gelu_tanh(layer(x)) or layer(x) + residual, in one pass over the result where `layer` is packed for `kernel`.
 
-    In between a layer only looks its copy up, for a look at every weight amid the products costs more than it seems.
-    A layer keeps the copy of one kernel, the last; whoever holds on to another's has that refreshed himself. A trace
-    records no refreshing: whoever replays it refreshes first.
+    Use it wherever a linear layer is followed by an activation or a residual. A layer that `refresh_packed` did not
+    pack is called with x only, and activation and residual are computed outside: the reference. Hooks, adapters and
+    replaced layers then see and give what they would in plain PyTorch.
+
+    Args:
+        layer: (L, in) -> (L, out).
+        kernel: None computes the reference.
+        residual: (L, out); not together with `gelu`.
+    """
+    assert not gelu or residual is None
+    if kernel is not None:
+        packed = packed_copy(layer)
+        if packed is not None and packed.kernel is kernel and packed.current is not None:
+            assert isinstance(layer, nn.Linear)
+            return kernel.multiply(x, packed.current, layer.out_features, layer.bias, residual, gelu)
+        if isinstance(layer, FusedModule) and is_untouched(layer, type(layer)):
+            return layer(x, GELU_TANH if gelu else None, residual, kernel=kernel)
+    y = layer(x)
+    if gelu:
+        y = F.gelu(y, approximate="tanh")
+    return y if residual is None else residual + y
+
+
+def refresh_packed(layers: Iterable[nn.Module], kernel: PackedKernel, checked: bool = True) -> None:
+    """Brings the packed copies of `layers` up to date. Call it once a forward, before the first layer.
+
+    Only an untouched nn.Linear is packed (see `is_untouched`); any other layer loses its copy. Checking all weights
+    here is cheaper than checking each between two products. A layer stores one copy, for the kernel that was used
+    last: code that keeps a copy made for another kernel must call `refresh` on it. A trace does not contain the
+    refresh: call it before each replay.
+
+    Args:
+        checked: also detect changes that torch does not count, see `WeightState`.
     """
     if get_proxy_mode() is not None:
         return
+    for layer in layers:
+        if not (isinstance(layer, nn.Linear) and is_untouched(layer, nn.Linear) and "weight" in layer._parameters):
+            release_packed(layer)  # also the copy of a layer that an adapter wraps
+            continue
+        packed = packed_copy(layer)
+        if packed is None or packed.kernel is not kernel or packed.checked != checked:
+            packed = vars(layer)[_SLOT] = PackedCopy(kernel, checked)
+        packed.refresh(layer.weight)
+
+
+def packed_copy(layer: nn.Module) -> PackedCopy | None:
+    """The copy that `refresh_packed` keeps with `layer`, or None."""
+    return vars(layer).get(_SLOT)
+
+
+def release_packed(module: nn.Module) -> None:
+    """Frees the packed copies of all layers in `module`."""
     for layer in module.modules():
-        if isinstance(layer, FusedLinear):
-            if layer.packed.kernel is not kernel:
-                layer.packed = PackedCopy(kernel)
-            layer.packed.refresh(layer.weight)
+        vars(layer).pop(_SLOT, None)
 
 
 def _onednn_pack(weight: Tensor) -> Tensor:

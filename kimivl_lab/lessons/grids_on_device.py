@@ -21,7 +21,7 @@ from ..geometry import as_grid_list
 from ..kernels.dispatch import compute_dtype
 from ..kernels.memory import upload
 from ..moonvit.attention import PackedAttention
-from ..moonvit.layers import Kernels
+from ..moonvit.layers import ResolvedOptions
 from ..moonvit.merger import patch_merger
 from ..moonvit.metadata import EncoderMetadata
 from ..moonvit.model import MoonVitPretrainedModel
@@ -41,13 +41,13 @@ def reading_the_bound(attend: PackedAttention) -> PackedAttention:
 
 def encode_per_layer(tower: MoonVitPretrainedModel, pixel_values: Tensor, grid_hws: Tensor) -> Tensor:
     """(L, 3, 14, 14) and (n, 2) grids on the tower's device -> (T, 4, D)."""
-    kernels = Kernels.resolve(tower.options, tower.device, tower.dtype)
+    kernels = ResolvedOptions.resolve(tower.options, tower.device, tower.dtype)
     return _encode(tower, pixel_values, grid_hws, replace(kernels, attend=reading_the_bound(kernels.attend)), 0)
 
 
 def encode_per_forward(tower: MoonVitPretrainedModel, pixel_values: Tensor, grid_hws: Tensor) -> Tensor:
     """(L, 3, 14, 14) and (n, 2) grids on the tower's device -> (T, 4, D)."""
-    kernels = Kernels.resolve(tower.options, tower.device, tower.dtype)
+    kernels = ResolvedOptions.resolve(tower.options, tower.device, tower.dtype)
     return _encode(tower, pixel_values, grid_hws, kernels, int(_offsets(grid_hws).diff().max()))
 
 
@@ -64,11 +64,11 @@ METADATA_VARIANTS: dict[str, Forward] = {
 
 
 def _encode(
-    tower: MoonVitPretrainedModel, pixel_values: Tensor, grid_hws: Tensor, kernels: Kernels, max_seqlen: int
+    tower: MoonVitPretrainedModel, pixel_values: Tensor, grid_hws: Tensor, kernels: ResolvedOptions, max_seqlen: int
 ) -> Tensor:
     pos_emb, position = tower.patch_embed.pos_emb, tower.options.position
     grids = as_grid_list(grid_hws.tolist())
-    pos_embeds = pos_emb.get_pos_embeds(grids, tower.dtype, position)  # (L, D)
+    pos_embeds = pos_emb(grids, tower.dtype, position)  # (L, D)
     cos_sin = tower.rope_2d.get_cos_sin(as_grid_list(grid_hws.tolist()), tower.device, compute_dtype(tower.dtype))
     metadata = EncoderMetadata(
         grid_hws=tuple(grids),

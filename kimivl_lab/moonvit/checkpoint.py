@@ -17,6 +17,8 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from ..kernels.weight_state import announce_change
+
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 _LISTED = 8
 
@@ -30,6 +32,17 @@ class StrictPreTrainedModel(PreTrainedModel):
 
     _checkpoint_renames: ClassVar[dict[str, str]] = {}
     _checkpoint_ignores: ClassVar[str] = r"(?!)"
+
+    def weights_changed(self) -> None:
+        """Announces that weights were changed in a way that torch does not count. Call it after such a change.
+
+        Torch counts optimisers, `load_state_dict`, `.to()`, new tensors and every in-place operator on a parameter: for
+        those nothing is to be done. It does not count writes to `parameter.data`, through numpy or by another library,
+        which is how some engines load weights. On a CPU the next forward sees those too, unless
+        `EncoderOptions(weights="announced")`; on a GPU call this. Packed copies, the position cache and captured
+        graphs of this model are then made again at their next use.
+        """
+        announce_change([*self.parameters(), *self.buffers()])
 
     @classmethod
     def from_pretrained(

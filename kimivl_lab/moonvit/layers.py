@@ -1,8 +1,14 @@
 """The encoder: pre-norm transformer blocks and a final norm, over one packed sequence.
 
 Block: x += wo(attention(rope(wqkv(norm0 x)))); x += fc1(gelu_tanh(fc0(norm1 x))). Every linear map has a bias.
+
+The submodules are plain torch modules under the checkpoint's names. A layer that is untouched is fused with what
+follows it; one with hooks, an adapter or another class is called with its input only (see `fused_linear`).
+
+Test: tests/test_tower.py, tests/test_parity.py, tests/test_faults_weights.py. Record: encoder__*.csv.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,30 +16,38 @@ from torch import Tensor, nn
 
 from ..config import EncoderOptions, MoonViTConfig
 from ..kernels.dispatch import CompiledFunction
-from ..kernels.packed_linear import GELU_TANH, FusedLinear, PackedKernel, refresh_packed, resolve_linear
+from ..kernels.packed_linear import FusedModule, PackedKernel, fused_linear, refresh_packed, resolve_linear
 from ..kernels.rotation import Rotation, resolve_rotation, rotate_real
+from ..kernels.untouched import is_untouched, is_untouched_throughout
+from ..kernels.weight_state import check_weight_rule
 from .attention import PackedAttention, resolve_attention
 from .metadata import EncoderMetadata
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """`EncoderOptions` made concrete for one forward on one device."""
+class ResolvedOptions:
+    """`EncoderOptions` as functions, for one device, dtype and grad mode.
+
+    linear: None computes plain products.
+    checked: whether packed copies are compared with their weights before each forward, see `WeightState`.
+    """
 
     rotate: Rotation
     attend: PackedAttention
     linear: PackedKernel | None
     compiled: bool = False
+    checked: bool = True
 
     @classmethod
-    def resolve(cls, options: EncoderOptions, device: torch.device, dtype: torch.dtype) -> "Kernels":
+    def resolve(cls, options: EncoderOptions, device: torch.device, dtype: torch.dtype) -> "ResolvedOptions":
         """ValueError for an option that is unknown or cannot run here; "auto" never fails."""
         rotate = resolve_rotation(options.rope, device, dtype, inference=not torch.is_grad_enabled())
         attend = resolve_attention(options.attention, device, dtype)
         linear = resolve_linear(options.linear, device, dtype)
+        check_weight_rule(options.weights)
         if options.compile:
             return cls(rotate_real, attend, None, compiled=True)
-        return cls(rotate, attend, linear)
+        return cls(rotate, attend, linear, checked=options.weights == "checked")
 
 
 class MLP2(nn.Module):
@@ -41,12 +55,12 @@ class MLP2(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.fc0 = FusedLinear(dim, hidden_dim)
-        self.fc1 = FusedLinear(hidden_dim, dim)
+        self.fc0 = nn.Linear(dim, hidden_dim)
+        self.fc1 = nn.Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, *, kernel: PackedKernel | None = None) -> Tensor:
         """(L, D) -> (L, D)."""
-        return self.fc1(self.fc0(x, GELU_TANH, kernel=kernel), residual=residual, kernel=kernel)
+        return fused_linear(self.fc1, fused_linear(self.fc0, x, kernel, gelu=True), kernel, residual=residual)
 
 
 class MoonVitEncoderLayer(nn.Module):
@@ -57,17 +71,23 @@ class MoonVitEncoderLayer(nn.Module):
         self.num_heads = config.num_attention_heads
         self.norm0 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.wqkv = FusedLinear(config.hidden_size, 3 * config.hidden_size)
-        self.wo = FusedLinear(config.hidden_size, config.hidden_size)
+        self.wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.wo = nn.Linear(config.hidden_size, config.hidden_size)
         self.mlp = MLP2(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, metadata: EncoderMetadata, kernels: Kernels) -> Tensor:
+    def forward(self, x: Tensor, metadata: EncoderMetadata, options: ResolvedOptions) -> Tensor:
         """(L, D) -> (L, D)."""
-        qkv = self.wqkv(self.norm0(x), kernel=kernels.linear).unflatten(-1, (3, self.num_heads, -1))
-        q, k = kernels.rotate(qkv.narrow(1, 0, 2), metadata.rope_cos_sin).unbind(1)  # (L, heads, d) each
-        mixed = kernels.attend(q, k, qkv.select(1, 2), metadata).flatten(1)  # (L, D)
-        x = self.wo(mixed, residual=x, kernel=kernels.linear)
-        return self.mlp(self.norm1(x), residual=x, kernel=kernels.linear)
+        kernel = options.linear
+        qkv = fused_linear(self.wqkv, self.norm0(x), kernel)
+        if not options.compiled and not is_untouched_throughout(self.wqkv):
+            qkv = qkv.clone()  # a hook may have kept it, and the rotation may write into it
+        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
+        q, k = options.rotate(qkv.narrow(1, 0, 2), metadata.rope_cos_sin).unbind(1)  # (L, heads, d) each
+        mixed = options.attend(q, k, qkv.select(1, 2), metadata).flatten(1)  # (L, D)
+        x = fused_linear(self.wo, mixed, kernel, residual=x)
+        if kernel is not None and is_untouched(self.mlp, MLP2):
+            return self.mlp(self.norm1(x), residual=x, kernel=kernel)
+        return x + self.mlp(self.norm1(x))
 
 
 compiled_block = CompiledFunction(MoonVitEncoderLayer.forward, "the encoder's block")
@@ -81,11 +101,24 @@ class MoonVitEncoder(nn.Module):
         self.blocks = nn.ModuleList(MoonVitEncoderLayer(config) for _ in range(config.num_hidden_layers))
         self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, x: Tensor, metadata: EncoderMetadata, kernels: Kernels) -> Tensor:
+    def forward(self, x: Tensor, metadata: EncoderMetadata, options: ResolvedOptions) -> Tensor:
         """(L, D) -> (L, D)."""
-        if kernels.linear is not None:
-            refresh_packed(self, kernels.linear)
-        run = compiled_block if kernels.compiled else MoonVitEncoderLayer.__call__
+        if options.linear is not None:
+            refresh_packed(self._linears(), options.linear, options.checked)
         for block in self.blocks:
-            x = run(block, x, metadata, kernels)
+            # Compiled code is not called again for hooks that came after it was compiled: such a block runs plain.
+            compiled = options.compiled and is_untouched_throughout(block)
+            x = compiled_block(block, x, metadata, options) if compiled else block(x, metadata, options)
         return self.final_layernorm(x)
+
+    def _linears(self) -> Iterator[nn.Module]:
+        """The layers at the places of wqkv, wo, fc0 and fc1 of all blocks, whatever was put there."""
+        for part in self.modules():
+            if isinstance(part, MoonVitEncoderLayer):
+                pair = part.wqkv, part.wo
+            elif isinstance(part, MLP2):
+                pair = part.fc0, part.fc1
+            else:
+                continue
+            for layer in pair:
+                yield layer.get_submodule("local") if isinstance(layer, FusedModule) else layer

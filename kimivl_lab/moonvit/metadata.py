@@ -125,7 +125,7 @@ def prepare_encoder_metadata(
     arrays = pack_grid_arrays(grids, slots, merge_kernel_size).to(device)
     return EncoderMetadata(
         grid_hws=tuple(grids),
-        pos_embeds=upload(pos_emb.get_pos_embeds(grids, dtype, position), device),
+        pos_embeds=upload(pos_emb(grids, dtype, position), device),
         rope_cos_sin=rope.gather_cos_sin(arrays["positions"], grids, compute_dtype(dtype)),
         cu_seqlens=arrays["cu_seqlens"],
         max_seqlen=max(patch_counts(grids), default=0),

@@ -2,6 +2,8 @@
 
 A plain torch module; transformers' PreTrainedModel gives it initialisation, saving and loading. Parameter names are the
 published checkpoint's, less their `vision_tower.` prefix.
+
+Test: tests/test_tower.py, tests/test_parity.py, tests/test_faults_weights.py. Record: ladder__*.csv, encoder__*.csv.
 """
 
 from collections.abc import Sequence
@@ -15,8 +17,9 @@ from transformers import initialization as init
 from ..config import EncoderOptions, MoonViTConfig
 from ..geometry import Grid
 from ..kernels.memory import upload
+from ..kernels.packed_linear import release_packed
 from .checkpoint import StrictPreTrainedModel
-from .layers import Kernels, MoonVitEncoder
+from .layers import MoonVitEncoder, ResolvedOptions
 from .merger import patch_merger_packed
 from .metadata import EncoderMetadata, prepare_encoder_metadata
 from .patch_embed import MoonVisionPatchEmbed
@@ -46,6 +49,7 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
         self.patch_embed = MoonVisionPatchEmbed(config)
         self.encoder = MoonVitEncoder(config)
         self.rope_2d = Rope2DPosEmb(config.head_dim)
+        self._resolved = _NotCopied()
         self.post_init()
 
     @torch.no_grad()
@@ -55,8 +59,24 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
 
     def set_options(self, **changes: Any) -> None:
-        """Changes switches, by `EncoderOptions`' names."""
+        """Changes switches, by `EncoderOptions`' names. Frees what the new choice does not use.
+
+        Packed copies of the weights go when `linear` is "plain" or `compile` is on; the position cache is emptied when
+        `position` is not "cached". Graphs that were captured before keep their own.
+        """
         self.options = replace(self.options, **changes)
+        self._resolved.clear()
+        if self.options.linear == "plain" or self.options.compile:
+            release_packed(self.encoder)
+        if self.options.position != "cached":
+            self.patch_embed.pos_emb.cache.clear()
+
+    def resolve_options(self) -> ResolvedOptions:
+        """`options` as functions for the tower's device and dtype and the current grad mode; resolved once for each."""
+        key = (self.options, self.device, self.dtype, torch.is_grad_enabled())
+        if key not in self._resolved:
+            self._resolved[key] = ResolvedOptions.resolve(self.options, self.device, self.dtype)
+        return self._resolved[key]
 
     def prepare_encoder_metadata(
         self,
@@ -102,7 +122,7 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
             raise ValueError("give exactly one of image_grid_hws and encoder_metadata")
         self.check_pixels(pixel_values, encoder_metadata.num_patches)
         x = self.patch_embed(upload(pixel_values, self.device), encoder_metadata.pos_embeds)  # (L, D)
-        x = self.encoder(x, encoder_metadata, Kernels.resolve(self.options, self.device, self.dtype))  # (L, D)
+        x = self.encoder(x, encoder_metadata, self.resolve_options())  # (L, D)
         return patch_merger_packed(x, encoder_metadata.merge_gather_idx, self.config.merge_size)  # (T, 4, D)
 
     def check_pixels(self, pixel_values: Tensor, num_patches: int) -> None:
@@ -114,3 +134,10 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
             raise ValueError(f"pixel_values must be normalised floats or raw uint8, got {pixel_values.dtype}")
         if pixel_values.shape[0] != num_patches:
             raise ValueError(f"pixel_values hold {pixel_values.shape[0]} patches, the grids need {num_patches}")
+
+
+class _NotCopied(dict[Any, ResolvedOptions]):
+    """Functions cannot be pickled, and they are found again at once: copies and pickles are empty."""
+
+    def __reduce__(self) -> tuple[type["_NotCopied"], tuple[()]]:
+        return _NotCopied, ()

@@ -4,6 +4,8 @@ The parameter keeps the convolution's name and shape, [D, 3, 14, 14], so the pub
 
 uint8 patches: the processor's normalisation x = (u/255 - 0.5) / 0.5 is folded into the map. With v = u - 128, exact in
 bfloat16 for every u, x = (2 v + 1) / 255, so W x + b = (2/255 W) v + (b + sum(W) / 255).
+
+Test: tests/test_tower.py, tests/test_faults_weights.py. Record: ladder__*.csv (convolution against product).
 """
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from ..config import MoonViTConfig
 from ..kernels.dispatch import compute_dtype
+from ..kernels.untouched import is_untouched
 from .position import Learnable2DInterpPosEmb
 
 _UINT8_SCALE = 2 / 255
@@ -33,11 +36,21 @@ class MoonVisionPatchEmbed(nn.Module):
         return self.project(pixel_values) + pos_embeds
 
     def project(self, pixel_values: Tensor) -> Tensor:
-        """(L, 3, 14, 14) normalised patches, or uint8 patches as they come from the picture -> (L, D)."""
+        """(L, 3, 14, 14) normalised patches, or uint8 patches as they come from the image -> (L, D).
+
+        A `proj` with hooks, an adapter or another class is called with normalised patches, as a convolution is.
+        """
+        raw = pixel_values.dtype == torch.uint8
+        if not is_untouched(self.proj, nn.Conv2d):
+            dtype = self.pos_emb.weight.dtype
+            if raw:
+                precise = compute_dtype(dtype)
+                pixel_values = (pixel_values.to(precise) - 128) * _UINT8_SCALE + _UINT8_SHIFT
+            return self.proj(pixel_values.to(dtype)).flatten(1)
         patches = pixel_values.flatten(1)  # (L, 588)
         weight, bias = self.proj.weight.flatten(1), self.proj.bias
         assert bias is not None
-        if pixel_values.dtype == torch.uint8:
+        if raw:
             precise = weight.to(compute_dtype(weight.dtype))
             bias = (bias + precise.sum(1) * _UINT8_SHIFT).to(weight.dtype)
             weight = (precise * _UINT8_SCALE).to(weight.dtype)

@@ -54,6 +54,12 @@ class Learnable2DInterpPosEmb(nn.Module):
         self.cache = PositionCache()
         self.axes = PositionCache(max_bytes=AXIS_CACHE_BYTES)
 
+    def forward(
+        self, grid_hws: Sequence[Grid], dtype: torch.dtype | None = None, implementation: str = "interpolate"
+    ) -> Tensor:
+        """`get_pos_embeds`, as a call of the module, so that its hooks run."""
+        return self.get_pos_embeds(grid_hws, dtype, implementation)
+
     def get_pos_embeds(
         self, grid_hws: Sequence[Grid], dtype: torch.dtype | None = None, implementation: str = "interpolate"
     ) -> Tensor:
@@ -62,59 +68,57 @@ class Learnable2DInterpPosEmb(nn.Module):
         Args:
             dtype: of the result; the table's when None.
             implementation: see the module. "cached" keeps nothing in training, while a gradient to the table is
-                wanted, or while a CUDA graph is captured.
+                wanted, while a CUDA graph is captured, or where a change of the table could not be seen.
         """
         if implementation not in (*POSITION_OPERATORS, "cached"):
             known = ", ".join((*POSITION_OPERATORS, "cached"))
             raise ValueError(f"unknown position implementation {implementation!r}: one of {known}")
-        dtype = dtype or self.weight.dtype
-        if implementation == "cached" and self._may_cache():
-            return self._get_cached(grid_hws, dtype)
+        weight = self.weight  # read once: a parametrisation computes it at every access
+        dtype = dtype or weight.dtype
+        taps = partial(self._taps, compute_dtype(weight.dtype), weight.device)
+        if implementation == "cached" and self._may_cache(weight):
+            return self._get_cached(weight, grid_hws, dtype, taps)
         operator = POSITION_OPERATORS.get(implementation, resample_adaptive)
-        table = self._table()
-        blocks = (block for grid in grid_hws for block in operator(table, grid, self._taps))
-        return self._pack(blocks, grid_hws, dtype)
+        table = weight.to(compute_dtype(weight.dtype))
+        return _pack((block for grid in grid_hws for block in operator(table, grid, taps)), grid_hws, dtype, weight)
 
-    def _get_cached(self, grid_hws: Sequence[Grid], dtype: torch.dtype) -> Tensor:
-        self.cache.watch(self.weight)
-        table = cache(self._table)  # cast at most once a call, and only when a grid is missing
-        device = str(self.weight.device)
+    def _get_cached(self, weight: Tensor, grid_hws: Sequence[Grid], dtype: torch.dtype, taps: AxisTapsOf) -> Tensor:
+        self.cache.watch(weight)
+        table = cache(partial(weight.to, compute_dtype(weight.dtype)))  # cast once a call, when a grid is missing
+        device = str(weight.device)
 
         def make(grid: Grid) -> Tensor:
-            return self._pack(resample_adaptive(table(), grid, self._taps), [grid], dtype)
+            return _pack(resample_adaptive(table(), grid, taps), [grid], dtype, weight)
 
         entries = (self.cache.get((*grid, dtype, device), partial(make, grid)) for grid in grid_hws)
-        return self._pack(entries, grid_hws, dtype)
+        return _pack(entries, grid_hws, dtype, weight)
 
-    def _pack(self, blocks: Iterable[Tensor], grid_hws: Sequence[Grid], dtype: torch.dtype) -> Tensor:
-        """Consecutive rows of all `grid_hws` as one new (L, D); cast and packed in one pass."""
-        dim, device = self.weight.shape[-1], self.weight.device
-        if device.type != "cpu":
-            return torch.cat(
-                [torch.empty((0, dim), dtype=dtype, device=device), *(block.to(dtype) for block in blocks)]
-            )
-        packed, start = empty_rows(sum(patch_counts(grid_hws)), dim, dtype), 0
-        for block in blocks:
-            packed.narrow(0, start, block.shape[0]).copy_(block)
-            start += block.shape[0]
-        return packed
-
-    def _may_cache(self) -> bool:
-        weight = self.weight
+    def _may_cache(self, weight: Tensor) -> bool:
+        # A weight that is no parameter is computed by a hook or a parametrisation, anew for each call.
         wants_gradient = torch.is_grad_enabled() and weight.requires_grad
         capturing = weight.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return WeightState.is_traceable(weight) and not (
-            self.training or wants_gradient or capturing or torch.compiler.is_compiling()
+        return (
+            self._parameters.get("weight") is weight
+            and WeightState.is_traceable(weight)
+            and not (self.training or wants_gradient or capturing or torch.compiler.is_compiling())
         )
 
-    def _table(self) -> Tensor:
-        return self.weight.to(compute_dtype(self.weight.dtype))
-
-    def _taps(self, out_size: int, in_size: int) -> AxisTaps:
-        table_dtype, device = compute_dtype(self.weight.dtype), self.weight.device
-        key = (out_size, in_size, table_dtype, str(device))
-        taps: AxisTaps = self.axes.get(key, lambda: axis_taps(out_size, in_size, table_dtype, device))
+    def _taps(self, dtype: torch.dtype, device: torch.device, out_size: int, in_size: int) -> AxisTaps:
+        key = (out_size, in_size, dtype, str(device))
+        taps: AxisTaps = self.axes.get(key, lambda: axis_taps(out_size, in_size, dtype, device))
         return taps
+
+
+def _pack(blocks: Iterable[Tensor], grid_hws: Sequence[Grid], dtype: torch.dtype, weight: Tensor) -> Tensor:
+    """Consecutive rows of all `grid_hws` as one new (L, D) on the weight's device; cast and packed in one pass."""
+    dim, device = weight.shape[-1], weight.device
+    if device.type != "cpu":
+        return torch.cat([torch.empty((0, dim), dtype=dtype, device=device), *(block.to(dtype) for block in blocks)])
+    packed, start = empty_rows(sum(patch_counts(grid_hws)), dim, dtype), 0
+    for block in blocks:
+        packed.narrow(0, start, block.shape[0]).copy_(block)
+        start += block.shape[0]
+    return packed
 
 
 def axis_taps(out_size: int, in_size: int, dtype: torch.dtype, device: torch.device | str) -> AxisTaps:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.packed_linear import GELU_TANH, FusedLinear, PackedKernel
+from ..kernels.packed_linear import GELU_TANH, FusedModule, PackedKernel, fused_linear
 from .collectives import all_reduce
 from .groups import check_group
 
@@ -54,7 +54,7 @@ class LinearView(nn.Module):
 
     @torch.no_grad()
     def forward(self, input: Tensor, activation: str | None = None, *, kernel: PackedKernel | None = None) -> Tensor:
-        """As `FusedLinear`, but a view is not packed: with any `kernel` oneDNN fuses the activation all the same."""
+        """The product, then the activation. A view is not packed, but with any `kernel` oneDNN fuses the activation."""
         weight, bias = self.weight, self.bias
         if weight.ndim == 3:
             assert bias is not None and activation is None
@@ -68,7 +68,7 @@ class LinearView(nn.Module):
         return F.gelu(y, approximate="tanh") if activation == GELU_TANH else y
 
 
-class _ParallelLinear(nn.Module):
+class _ParallelLinear(FusedModule):
     """`local` multiplies; what is to be communicated, the class communicates."""
 
     def __init__(self, full: nn.Linear, group: dist.ProcessGroup, cut: Cut, *, bias: bool, view: bool) -> None:
@@ -88,7 +88,12 @@ class _ParallelLinear(nn.Module):
     ) -> Tensor:
         """(L, in) -> (L, out / ranks)."""
         assert residual is None, "the outputs are cut, a residual is whole"
-        return self.local(input, activation, kernel=kernel)
+        return self._multiply(input, activation, kernel)
+
+    def _multiply(self, input: Tensor, activation: str | None, kernel: PackedKernel | None) -> Tensor:
+        if isinstance(self.local, LinearView):
+            return self.local(input, activation, kernel=kernel)
+        return fused_linear(self.local, input, kernel, gelu=activation == GELU_TANH)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -116,6 +121,8 @@ class QKVParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """Y = sum over ranks of X_r W_r, + b, + residual."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, full: nn.Linear, group: dist.ProcessGroup, cut: Cut, *, view: bool) -> None:
         super().__init__(full, group, cut, bias=False, view=view)
         self.register_parameter("bias", None if view else _parameter(full.bias))
@@ -137,9 +144,11 @@ class RowParallelLinear(_ParallelLinear):
     ) -> Tensor:
         """(L, in / ranks) -> (L, out), the same bits on every rank."""
         assert activation is None, "an activation of a partial sum is no part of the activation"
-        y = self.local(input, kernel=kernel)  # (L, out), one rank's summand
+        y = self._multiply(input, None, kernel)  # (L, out), one rank's summand
         all_reduce(y, self.group)
-        y += self.local.full.bias if isinstance(self.local, LinearView) else self.bias
+        bias = self.local.full.bias if isinstance(self.local, LinearView) else self.bias
+        assert bias is not None
+        y += bias
         return y if residual is None else y.add_(residual)
 
 
@@ -151,7 +160,7 @@ def check_plain(full: nn.Module) -> None:
     """
     weight: Any = getattr(full, "weight", None)
     if not (
-        type(full) in (nn.Linear, FusedLinear)
+        type(full) is nn.Linear
         and set(full._parameters) == {"weight", "bias"}
         and type(weight) is type(full.bias) is nn.Parameter
         and weight.layout == torch.strided
@@ -172,10 +181,10 @@ def _check_can_cut(full: nn.Linear, group: dist.ProcessGroup, units: int, unit: 
         raise ValueError(f"{units} {unit} do not divide by {ranks} ranks: legal sizes are {legal}")
 
 
-def _own_part(full: nn.Linear, cut: Cut, *, bias: bool) -> FusedLinear:
+def _own_part(full: nn.Linear, cut: Cut, *, bias: bool) -> nn.Linear:
     weight = _part(full.weight, cut)
     with torch.device("meta"):
-        part = FusedLinear(weight.shape[1], weight.shape[0])
+        part = nn.Linear(weight.shape[1], weight.shape[0])
     part.weight = _parameter(weight)
     part.register_parameter("bias", _parameter(_part(full.bias, cut)) if bias else None)
     return part

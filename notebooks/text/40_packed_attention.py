@@ -63,7 +63,7 @@ from kimivl_lab.measure.roofline import copy_gbps, matmul_peak_tflops
 from kimivl_lab.measure.timing import time_interleaved
 from kimivl_lab.moonvit.attention import ATTENTION_BACKENDS, attention_unavailable, packed_attention
 from kimivl_lab.moonvit.flops import tower_flops
-from kimivl_lab.moonvit.layers import Kernels
+from kimivl_lab.moonvit.layers import ResolvedOptions
 from kimivl_lab.kernels.packed_linear import packed_unavailable
 from kimivl_lab.plots import attention
 
@@ -350,7 +350,7 @@ assert [lab.num_hidden_layers * flops for flops in block_flops] == [formula["lin
 torch.manual_seed(0)
 encoder = MoonVitPretrainedModel(lab, EncoderOptions(linear="plain")).eval()
 block, meta = encoder.encoder.blocks[0], encoder.prepare_encoder_metadata(grids)
-plain = Kernels.resolve(encoder.options, torch.device("cpu"), torch.float32)
+plain = ResolvedOptions.resolve(encoder.options, torch.device("cpu"), torch.float32)
 x = torch.randn(L, lab.hidden_size)
 qkv, hidden = block.wqkv(x).unflatten(-1, (3, 4, 72)), block.mlp.fc0(x)
 stages = {
@@ -393,7 +393,7 @@ assert min(intensity[name] for name in ("wqkv", "attention", "wo", "fc0", "fc1")
 #
 # ### The passes that can vanish
 #
-# GELU and the residuals read what a product has just written. `FusedLinear` lets the CPU's library (oneDNN) apply them to each tile of the product while it is at hand, with the weight in the library's own blocked layout, made once.
+# GELU and the residuals read what a product has just written. `fused_linear` lets the CPU's library (oneDNN) apply them to each tile of the product while it is at hand, with the weight in the library's own blocked layout, made once.
 # The
 # whole encoder, both ways:
 
@@ -408,7 +408,7 @@ print("equal to 1e-5:", equal)
 assert equal
 
 # %% tags=["nbval-ignore-output"]
-kernels = {n: Kernels.resolve(EncoderOptions(linear=n), torch.device("cpu"), torch.float32) for n in names}
+kernels = {n: ResolvedOptions.resolve(EncoderOptions(linear=n), torch.device("cpu"), torch.float32) for n in names}
 blocks = {name: lambda name=name: block(x, meta, kernels[name]) for name in names}
 for name, t in (timing := time_interleaved(blocks, warmup=2, repeats=7)).items():
     ratio = timing["plain"].p50_ms / t.p50_ms
