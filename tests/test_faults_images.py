@@ -12,9 +12,8 @@ from PIL import Image, ImageFile
 from transformers.image_utils import ChannelDimension
 
 from kimivl_lab.geometry import image_geometry
-from kimivl_lab.images.loading import ImageError, load_image
+from kimivl_lab.images.loading import MAX_IMAGE_PIXELS, ImageError, load_image
 from kimivl_lab.images.processor import KimiVLImageProcessor
-from kimivl_lab.images.settings import MAX_IMAGE_PIXELS
 from tests.image_oracle import assert_same, noise, oracle, see_through
 
 processor = KimiVLImageProcessor()

@@ -18,8 +18,7 @@ from kimivl_lab.geometry import image_geometry
 from kimivl_lab.images import processor as image_processor
 from kimivl_lab.images.loading import load_image
 from kimivl_lab.images.patches import normalised_levels, normalising_steps, write_normalised
-from kimivl_lab.images.processor import ImageBatch, KimiVLImageProcessor
-from kimivl_lab.images.settings import ImageSettings
+from kimivl_lab.images.processor import ImageBatch, ImageSettings, KimiVLImageProcessor
 from tests.image_oracle import IMAGES, assert_same, noise, oracle, oracle_levels
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -238,7 +237,7 @@ def write_bad_files(folder):
     [
         ("cut.png", "truncated|broken|incomplete"),
         ("cut.jpg", "truncated"),
-        ("text.png", "not a picture"),
+        ("text.png", "not an image"),
         ("empty.jpg", "empty"),
         ("missing.jpg", "no such file"),
         ("folder.png", "directory"),

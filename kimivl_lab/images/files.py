@@ -8,11 +8,11 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from PIL import Image
-
 from ..geometry import IN_TOKEN_LIMIT, image_geometry
+from .opening import image_suffixes
 
 _SIGNATURES = {  # the first bytes of image files, whether they are opened here or not
     "JPEG": b"\xff\xd8\xff",
@@ -69,8 +69,9 @@ def find_images(paths: Iterable[Path], recursive: bool = False) -> FoundImages:
             found.files.append((readable_name(path.name or path), path))
             continue
         before = len(found.files)
+        suffixes = image_suffixes()
         for child in sorted(_entries(path, recursive, found.left_out)):
-            if child.suffix.lower() in _image_suffixes() and os.path.isfile(child) and not child.name.startswith("._"):
+            if child.suffix.lower() in suffixes and os.path.isfile(child) and not child.name.startswith("._"):
                 found.files.append((readable_name(child.relative_to(path).as_posix()), child))
             elif kind := _kind_left_out(child, found.unread):
                 found.left_out[kind] += 1
@@ -102,18 +103,14 @@ def image_sizes(paths: Iterable[Path], in_token_limit: int = IN_TOKEN_LIMIT) -> 
     Only headers are read. An EXIF orientation is not applied: it changes no count, because an image has as many tokens
     lying as standing.
     """
-    from .loading import ImageError, image_size, naming_image  # torch, which finding and naming files does not need
-    from .settings import MAX_IMAGE_PIXELS
+    from .loading import ImageError, checked_size, naming_image  # torch, which finding and naming files does not need
 
+    geometry = partial(image_geometry, in_token_limit=in_token_limit)
     sizes, faults = [], []
     for path in paths:
         try:
             with naming_image(0, path):
-                width, height = image_size(path)
-                if width * height > MAX_IMAGE_PIXELS:
-                    raise ValueError(f"{width}x{height} is {width * height} pixels, more than {MAX_IMAGE_PIXELS}")
-                image_geometry(width, height, in_token_limit=in_token_limit)
-            sizes.append((width, height))
+                sizes.append(checked_size(path, geometry))
         except ImageError as error:
             faults.append(f"{path}: {reason_of(error)}")
     return sizes, faults
@@ -122,10 +119,6 @@ def image_sizes(paths: Iterable[Path], in_token_limit: int = IN_TOKEN_LIMIT) -> 
 def reason_of(message: object) -> str:
     """What an `ImageError` says after the image's index and name: "image 0 (a.png): the file is empty" says why."""
     return str(message).partition("): ")[2] or str(message)
-
-
-def _image_suffixes() -> set[str]:
-    return set(Image.registered_extensions())
 
 
 def _entries(folder: Path, recursive: bool, left_out: Counter[str]) -> Iterator[Path]:

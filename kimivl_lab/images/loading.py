@@ -1,81 +1,135 @@
-"""Pictures as people hold them -> upright 8-bit PIL images of mode L, RGB or RGBA.
+"""Images as people hold them -> upright 8-bit PIL images of mode L, RGB or RGBA.
 
-Sources: PIL images, paths, numpy arrays and torch tensors. Each is first looked at from its header (`image_size`), so
-that a picture too large is refused before it is decoded, and only then loaded (`load_image`), in one order:
+Sources: PIL images, paths, numpy arrays and torch tensors. `checked_size` looks at the header first, so that an image
+that is too large is refused before it is decoded. `load_image` then does, in this order:
 
-1. decode; of an animation, the frame the picture stands at (the first one of a file);
-2. turn upright by the EXIF orientation, once (unreadable EXIF data counts as none);
-3. bring to 8 bits by the known range: 16-bit integers / 65535, floats 0..1; anything else is refused, never clipped;
-4. alpha. `alpha=(r, g, b)` composites the picture on that colour here, before any resize. `alpha="drop"` is the
-   published processor's: transparency takes part in the resize (PIL weighs colours by it) and is dropped after it.
-   Every kind of transparency (RGBA, LA, La, PA, a palette's, a PNG's tRNS) goes through RGBA, hence one policy.
-5. palette, 1-bit, CMYK, YCbCr, LAB and HSV become L or RGB here, because PIL resizes palette indices and bits by
-   nearest neighbour; L and RGB stay as they are.
+1. decode; of an animation the frame at which the image stands (of a file the first frame);
+2. bring the samples to 8 bits by their stated range (`samples`); an unknown range is refused, and nothing is clipped;
+3. turn the image upright by its EXIF orientation, once (unreadable EXIF data counts as none);
+4. alpha. `alpha=(r, g, b)` composites the image on that colour here, before any resize. `alpha="drop"` is what the
+   published processor does: transparency takes part in the resize (PIL weighs colours by it) and is dropped after it.
+   Every kind of transparency (RGBA, LA, La, PA, a palette's, a PNG's tRNS) goes through RGBA, so one policy holds;
+5. palette, 1-bit, CMYK, YCbCr, LAB and HSV become L or RGB, because PIL resizes palette indices and bits by nearest
+   neighbour. L and RGB stay as they are.
+
+Test: tests/test_image_processor.py, tests/test_faults_images.py.
 """
 
 import io
 import os
-import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from .opening import naming_warnings, open_image, require_known_format
+from .samples import eight_bit_image, to_uint8
 
 ImageSource: TypeAlias = Image.Image | str | os.PathLike | np.ndarray | torch.Tensor
 Alpha: TypeAlias = Literal["drop"] | tuple[int, int, int]
 
+MAX_IMAGE_PIXELS = 2**30 // 4 // 3  # 89 million: where Pillow begins to warn of a decompression bomb
 CHANNEL_LAYOUTS = ("channels_last", "channels_first")
 _MODE_OF_CHANNELS = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
-_SCALED_TO_16_BITS = ("PNG", "PPM")  # formats that Pillow opens as mode I with the range 0..65535
+_SHOWN_CHARACTERS = 200  # of a name or reason in a message
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 class ImageError(ValueError):
-    """A picture that cannot be used. The message is one line: which picture, and why."""
+    """An image that cannot be used. The message is one line: which image, and why."""
 
 
 def flatten_images(images: Any) -> list[ImageSource]:
     """One source, a batch array (n, ...) of 4 dimensions, or any nesting of lists and tuples, as a flat list in order.
 
     Raises:
-        TypeError: something that is no picture; the message says where and of which type.
+        TypeError: something that is no image; the message says where and of which type.
+        ImageError: one PIL image given several times while it stands at a later frame, as a list of an
+            `ImageSequence.Iterator` does: which frames were meant is lost.
     """
     flat = list(_leaves(images))
+    places: dict[int, int] = {}
     for index, source in enumerate(flat):
         if not isinstance(source, Image.Image | str | os.PathLike | np.ndarray | torch.Tensor):
             raise TypeError(
                 f"image {index} is a {type(source).__name__}: give PIL images, paths, numpy arrays, torch tensors, "
                 f"or lists of them"
             )
+        first = places.setdefault(id(source), index)
+        if first != index and isinstance(source, Image.Image) and source.tell():
+            raise ImageError(
+                f"image {index} ({_describe(source)}): the same object as image {first}, which stands at frame "
+                f"{source.tell()}: give a copy of each frame, [frame.copy() for frame in ...]"
+            )
     return flat
 
 
 @contextmanager
 def naming_image(index: int, source: ImageSource) -> Generator[None]:
-    """Turns any failure inside into an `ImageError` whose message begins with the index and name of the picture."""
+    """Turns any failure inside into an `ImageError`, and names warnings, with the index and name of the image."""
+    name = f"image {index} ({_describe(source)})"
     try:
-        yield
+        with naming_warnings(name):
+            yield
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, zlib.error and more
-        raise ImageError(f"image {index} ({_describe(source)}): {_reason(error, source)}") from error
+        raise ImageError(f"{name}: {_reason(error, source)}") from error
 
 
 def image_size(source: ImageSource, input_data_format: str | None = None) -> tuple[int, int]:
-    """(width, height) as the header or the shape says, nothing decoded, EXIF orientation not applied."""
+    """(width, height) as the header or the shape says, nothing decoded, EXIF orientation not applied.
+
+    That an image may be turned changes no count: it has as many tokens lying as standing.
+    """
     if isinstance(source, Image.Image):
+        require_known_format(source)
         return source.size
     if isinstance(source, np.ndarray | torch.Tensor):
         height, width, _ = _height_width_channels(tuple(source.shape), input_data_format)
         return width, height
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the caller has its own bound
-        with Image.open(source) as image:
-            return image.size
+    with open_image(source) as image:
+        return image.size
+
+
+def checked_size(
+    source: ImageSource,
+    geometry: Callable[[int, int], object],
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    input_data_format: str | None = None,
+) -> tuple[int, int]:
+    """`image_size` of an image that may be decoded.
+
+    Raises:
+        ValueError: more than `max_image_pixels`; or `geometry(width, height)` refuses it, lying and standing.
+    """
+    try:
+        width, height = image_size(source, input_data_format)
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{error} That is Pillow's own limit; max_image_pixels is {max_image_pixels}") from error
+    if width * height > max_image_pixels:
+        raise ValueError(f"{width}x{height} is {width * height} pixels, max_image_pixels is {max_image_pixels}")
+    try:
+        geometry(width, height)
+    except ValueError as refusal:
+        try:
+            geometry(height, width)  # an EXIF orientation, known only after decoding, may turn it
+        except ValueError:
+            raise refusal from None
+    return width, height
 
 
 def load_image(source: ImageSource, input_data_format: str | None = None, alpha: Alpha = "drop") -> Image.Image:
-    """The picture upright in 8 bits: mode L, RGB, or RGBA where there is transparency and `alpha` is "drop".
+    """The image upright in 8 bits: mode L, RGB, or RGBA where there is transparency and `alpha` is "drop".
 
     Args:
         source: see the module. Arrays are (H, W) grey or 3-dimensional with 1, 2 (grey and alpha), 3 or 4 channels;
@@ -88,11 +142,13 @@ def load_image(source: ImageSource, input_data_format: str | None = None, alpha:
     """
     if isinstance(source, np.ndarray | torch.Tensor):
         return _to_plain(_array_image(source, input_data_format), alpha)
-    if isinstance(source, Image.Image):
-        return _to_plain(_upright_8_bit(source), alpha)
-    with open(source, "rb") as file:
-        encoded = file.read()  # decoding from memory is faster than from the file, which Pillow reads piece by piece
-    return _to_plain(_upright_8_bit(Image.open(io.BytesIO(encoded))), alpha)
+    if not isinstance(source, Image.Image):
+        with open(source, "rb") as file:
+            # From memory it decodes faster than from the file, which Pillow reads in small pieces.
+            source = open_image(io.BytesIO(file.read()))
+    image = eight_bit_image(source)
+    turn = _TURNS.get(_orientation(image))
+    return _to_plain(image if turn is None else image.transpose(turn), alpha)
 
 
 def _leaves(images: Any) -> Iterator[Any]:
@@ -114,17 +170,20 @@ def _describe(source: ImageSource) -> str:
 
 def _printable(path: str | os.PathLike) -> str:
     name = os.fsdecode(path)
-    return name if name.isprintable() else repr(name)
+    length = len(name)
+    name = name if name[:_SHOWN_CHARACTERS].isprintable() else repr(name[:_SHOWN_CHARACTERS])
+    return name if length <= _SHOWN_CHARACTERS else f"{name[:40]}... of {length:,} characters"
 
 
 def _reason(error: Exception, source: ImageSource) -> str:
     if isinstance(error, UnidentifiedImageError):
         empty = isinstance(source, str | os.PathLike) and not os.path.getsize(source)
-        return "the file is empty" if empty else "not a picture that Pillow can read"
+        return "the file is empty" if empty else "not an image that is read here (JPEG, PNG, WebP, GIF, BMP, TIFF, ...)"
     if isinstance(error, FileNotFoundError):
-        return "no such file (paths only: nothing is fetched from the network)"
+        return "no such file (only paths are read: nothing comes from the network or from base64 text)"
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    return " ".join(text.split())
+    text = " ".join(text.split())
+    return text if len(text) <= 2 * _SHOWN_CHARACTERS else f"{text[: 2 * _SHOWN_CHARACTERS]}..."
 
 
 def _height_width_channels(shape: tuple[int, ...], input_data_format: str | None) -> tuple[int, int, int]:
@@ -148,7 +207,7 @@ def _array_image(source: np.ndarray | torch.Tensor, input_data_format: str | Non
         source = source.detach().cpu()
         source = (source.float() if source.dtype == torch.bfloat16 else source).numpy()
     _, _, channels = _height_width_channels(source.shape, input_data_format)
-    levels = _to_uint8(source)
+    levels = to_uint8(source)
     if levels.ndim == 3 and input_data_format == "channels_first":
         levels = levels.transpose(1, 2, 0)  # (H, W, C)
     if channels == 1:
@@ -158,59 +217,12 @@ def _array_image(source: np.ndarray | torch.Tensor, input_data_format: str | Non
     return image
 
 
-def _to_uint8(values: np.ndarray) -> np.ndarray:
-    """Any accepted dtype -> uint8 by its known range, rounded to nearest; ValueError outside of it."""
-    kind = values.dtype.kind
-    if values.dtype == np.uint8:
-        return values
-    if kind == "b":
-        return values * np.uint8(255)
-    if values.dtype.newbyteorder("=") == np.uint16:
-        return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)  # 65535 = 255 * 257
-    if kind not in "iuf":
-        raise ValueError(f"dtype {values.dtype} is not a picture's: give uint8, uint16, bool, or float in 0..1")
-    low, high = values.min(), values.max()
-    limit = 1 if kind == "f" else 255
-    if not (low >= 0 and high <= limit):  # a NaN fails too
-        raise ValueError(
-            f"{values.dtype} values must lie in 0..{limit}, got {low} to {high}: "
-            f"scale them, or give uint8 (0..255) or uint16 (0..65535)"
-        )
-    if kind == "f":
-        values = np.rint(values.astype(np.promote_types(values.dtype, np.float32)) * 255)
-    return values.astype(np.uint8)
-
-
-def _upright_8_bit(image: Image.Image) -> Image.Image:
-    image.load()
-    file_format = image.format
-    if 2 <= _orientation(image) <= 8:
-        image = ImageOps.exif_transpose(image)
-    if image.mode == "F" or image.mode.startswith("I"):
-        return _deep_grey_to_8_bit(image, file_format)
-    return image
-
-
 def _orientation(image: Image.Image) -> int:
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # EXIF is parsed as a TIFF, whose reader raises almost anything on bad bytes
         return 1
     return orientation if isinstance(orientation, int) else 1
-
-
-def _deep_grey_to_8_bit(image: Image.Image, file_format: str | None) -> Image.Image:
-    values = np.asarray(image)
-    if image.mode == "I":
-        if file_format not in _SCALED_TO_16_BITS:
-            raise ValueError("the range of mode I (32-bit integers) is not known: convert it to I;16 or L first")
-        if values.min() < 0 or values.max() > 65535:
-            raise ValueError(f"16-bit grey must lie in 0..65535, got {values.min()} to {values.max()}")
-        values = values.astype(np.uint16)
-    grey = Image.fromarray(_to_uint8(values))
-    if isinstance(transparent := image.info.get("transparency"), int):
-        grey.putalpha(Image.fromarray((values != transparent) * np.uint8(255)))
-    return grey
 
 
 def _to_plain(image: Image.Image, alpha: Alpha) -> Image.Image:

@@ -1,28 +1,107 @@
-"""Kimi-VL's image processor: pictures -> packed patches and their grids, both on the host.
+"""Kimi-VL's image processor: images -> packed patches and their grids, both on the host.
 
-In order: the sizes (`geometry.image_geometry`), every picture checked from its header before any is decoded; loading
-(`image_loading`: upright, 8 bits, alpha); PIL bicubic resize in the picture's own mode; RGB; padding right and below
-with 0 (or a centre crop); patches; (x / 255 - mean) / std. Equal bit for bit to those steps written out one by one in
-`image_reference`.
+In order: the sizes (`geometry.image_geometry`), with every image checked from its header before any is decoded;
+loading (`loading`: upright, 8 bits, alpha); PIL bicubic resize in the image's mode; RGB; padding right and below with 0
+(or a centre crop); patches; (x / 255 - mean) / std. The result equals bit for bit those steps written out one by one in
+`bench/preprocess_reference`.
 
 Source: the published KimiVLImageProcessor and preprocessor_config.json of Kimi-VL-A3B-Instruct.
+
+Test: tests/test_image_processor.py, tests/test_faults_images.py. Record: preprocess__*.csv.
 """
 
 import difflib
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 
-from ..checks import require_known_kwargs
-from ..geometry import ImageGeometry
-from .loading import ImageSource, flatten_images, image_size, load_image, naming_image
+from ..checks import as_positive, as_positive_pair, require_known_kwargs
+from ..geometry import IN_TOKEN_LIMIT, MERGE_KERNEL_SIZE, PATCH_SIZE, ImageGeometry, image_geometry
+from .loading import (
+    CHANNEL_LAYOUTS,
+    MAX_IMAGE_PIXELS,
+    Alpha,
+    ImageSource,
+    checked_size,
+    flatten_images,
+    load_image,
+    naming_image,
+)
+from .opening import shares_a_file
 from .patches import normalising_steps, write_normalised, write_patches
-from .settings import OPTIONS, SETTINGS, ImageSettings, KimiVLImagesKwargs
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """The settings of one call, checked. Integers, numbers and arrays of numpy are taken as Python's.
+
+    The first seven are the published ones, with the published file's values as defaults; the others are options.
+    """
+
+    patch_size: int = PATCH_SIZE
+    in_token_limit: int = IN_TOKEN_LIMIT
+    merge_kernel_size: Sequence[int] = MERGE_KERNEL_SIZE
+    num_pooled_tokens: int = 1024  # kept and unused
+    pad_input: bool = True
+    image_mean: Sequence[float] = (0.5, 0.5, 0.5)
+    image_std: Sequence[float] = (0.5, 0.5, 0.5)
+    # "drop" (the published behaviour) or a colour (r, g, b) to composite on; `loading` says in which order.
+    alpha: Alpha = "drop"
+    # Give `pixel_values` as uint8 levels, not normalised (a quarter of the bytes); padding is 0.
+    return_uint8: bool = False
+    # "channels_last" or "channels_first", the layout of 3-dimensional arrays; never guessed.
+    input_data_format: str | None = None
+    # An image whose header says more is refused before it is decoded. Pillow's own limit for the whole process is not
+    # changed: it refuses files of twice this default whatever is set here.
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    # Threads that load and cut images; None takes torch's number.
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("patch_size", "in_token_limit", "num_pooled_tokens", "max_image_pixels", "num_threads"):
+            if (value := getattr(self, name)) is not None or name != "num_threads":
+                self._set(name, as_positive(name, value))
+        self._set("merge_kernel_size", as_positive_pair("merge_kernel_size", self.merge_kernel_size))
+        for name in ("pad_input", "return_uint8"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            self._set(name, bool(getattr(self, name)))
+        for name in ("image_mean", "image_std"):
+            self._set(name, _three_numbers(name, getattr(self, name)))
+        if not all(self.image_std):
+            raise ValueError(f"image_std must hold no 0, got {self.image_std}")
+        if not (isinstance(self.alpha, str) and self.alpha == "drop"):
+            self._set("alpha", _colour(self.alpha))
+        if self.input_data_format is not None and self.input_data_format not in CHANNEL_LAYOUTS:
+            raise ValueError(f"input_data_format must be one of {CHANNEL_LAYOUTS}, got {self.input_data_format!r}")
+
+    def geometry(self, width: int, height: int) -> ImageGeometry:
+        """The sizes of an upright image; ValueError as in `image_geometry`."""
+        return image_geometry(
+            width,
+            height,
+            in_token_limit=self.in_token_limit,
+            patch_size=self.patch_size,
+            merge_kernel_size=self.merge_kernel_size,
+            pad_input=self.pad_input,
+        )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the dataclass is frozen
+
+
+SETTINGS = tuple(field.name for field in fields(ImageSettings))
+OPTIONS = {field.name: field.default for field in fields(ImageSettings)[7:]}  # not in the published file
+
+# The names that a call may override, in the form that transformers' processors read; `ImageSettings` checks the values.
+KimiVLImagesKwargs = TypedDict("KimiVLImagesKwargs", dict.fromkeys(SETTINGS, Any), total=False)  # ty: ignore
 
 
 class ImageBatch(BatchFeature):
@@ -40,18 +119,9 @@ class ImageBatch(BatchFeature):
 class KimiVLImageProcessor(BaseImageProcessor):
     """Images in, `pixel_values` (L, 3, 14, 14) float32 and `image_grid_hws` (n, 2) int64 out.
 
-    Args:
-        patch_size, in_token_limit, merge_kernel_size, num_pooled_tokens, pad_input, image_mean, image_std:
-            the published settings; the defaults are the published file's. `num_pooled_tokens` is kept and unused.
-        alpha: "drop" (the published behaviour) or a colour (r, g, b) to composite on; the order is in `image_loading`.
-        return_uint8: give `pixel_values` as uint8 levels, not normalised (a quarter of the bytes); padding is 0.
-        input_data_format: "channels_last" or "channels_first", the layout of 3-dimensional arrays; never guessed.
-        max_image_pixels: a picture whose header says more is refused before it is decoded. Pillow's own, global limit
-            is left as it is: it refuses files of twice this default whatever is set here.
-        num_threads: threads that load and cut pictures; None takes torch's number.
-
-    Attributes of the same names may be changed later; every call validates them anew. Any other keyword is kept as an
-    attribute, as configuration files of this ecosystem expect, unless it looks like a misspelt setting (TypeError).
+    Its keywords are the fields of `ImageSettings`. They are attributes that may be changed later, and every call checks
+    them anew. Any other keyword is kept as an attribute, as configuration files of this ecosystem expect, unless it
+    looks like a misspelt setting (TypeError).
     """
 
     model_input_names = ["pixel_values", "image_grid_hws"]
@@ -79,7 +149,7 @@ class KimiVLImageProcessor(BaseImageProcessor):
         return self.preprocess(images, *args, **kwargs)
 
     def preprocess(self, images: Any, *, return_tensors: str | None = None, **kwargs: Any) -> ImageBatch:
-        """Pictures -> packed patches, in the order given.
+        """Images -> packed patches, in the order given.
 
         Args:
             images: a PIL image, path, numpy array or torch tensor, a batch array of 4 dimensions, or any nesting of
@@ -89,11 +159,11 @@ class KimiVLImageProcessor(BaseImageProcessor):
 
         Returns:
             `pixel_values` (L, 3, p, p) float32 (uint8 with `return_uint8`), contiguous; `image_grid_hws` (n, 2) int64
-            as (h, w) in patches; L = sum of h * w. No pictures: (0, 3, p, p) and (0, 2).
+            as (h, w) in patches; L = sum of h * w. No images: (0, 3, p, p) and (0, 2).
 
         Raises:
-            ImageError (a ValueError): a picture that cannot be used; one line with its index, name and the reason.
-            ValueError: a setting out of range. TypeError: an unknown keyword, or something that is no picture.
+            ImageError (a ValueError): an image that cannot be used; one line with its index, name and the reason.
+            ValueError: a setting out of range. TypeError: an unknown keyword, or something that is no image.
         """
         if return_tensors not in (None, "pt", "np"):
             raise ValueError(f'return_tensors must be "pt" or "np", got {return_tensors!r}')
@@ -101,7 +171,7 @@ class KimiVLImageProcessor(BaseImageProcessor):
         sources = flatten_images(images)
         for index, source in enumerate(sources):
             with naming_image(index, source):
-                _check_header(source, settings)
+                checked_size(source, settings.geometry, settings.max_image_pixels, settings.input_data_format)
 
         threads = min(settings.num_threads or torch.get_num_threads(), max(1, len(sources)))
         with ThreadPoolExecutor(threads) as pool:
@@ -116,7 +186,7 @@ class KimiVLImageProcessor(BaseImageProcessor):
         return image_url_or_urls
 
     def get_number_of_image_patches(self, height: int, width: int, images_kwargs: dict[str, Any] | None = None) -> int:
-        """Rows of `pixel_values` that an upright picture of this size in pixels gives; a quarter as many tokens."""
+        """Rows of `pixel_values` that an upright image of this size in pixels gives; a quarter as many tokens."""
         return self._settings(images_kwargs or {}).geometry(width, height).patches
 
     def _settings(self, overrides: dict[str, Any]) -> ImageSettings:
@@ -125,28 +195,12 @@ class KimiVLImageProcessor(BaseImageProcessor):
         return ImageSettings(**{name: given.get(name, getattr(self, name)) for name in SETTINGS})
 
 
-def _check_header(source: ImageSource, settings: ImageSettings) -> None:
-    bound = settings.max_image_pixels
-    try:
-        width, height = image_size(source, settings.input_data_format)
-    except Image.DecompressionBombError as error:
-        raise ValueError(f"{error} That is Pillow's own limit; max_image_pixels is {bound}") from error
-    if width * height > bound:
-        raise ValueError(f"{width}x{height} is {width * height} pixels, max_image_pixels is {bound}")
-    try:
-        settings.geometry(width, height)
-    except ValueError as refusal:
-        try:
-            settings.geometry(height, width)  # an EXIF orientation, known only after decoding, may turn it
-        except ValueError:
-            raise refusal from None
-
-
 def _preprocess(
     sources: Sequence[ImageSource], settings: ImageSettings, run: Callable[..., Iterable]
 ) -> dict[str, torch.Tensor]:
-    """Loads and resizes, then cuts each picture into its own rows of one array. `run` is `map`, or a pool's."""
-    distinct = {id(source): index for index, source in reversed(list(enumerate(sources)))}  # PIL images load in place
+    """Loads and resizes, then cuts each image into its rows of one array. `run` is `map`, or a pool's."""
+    # A PIL image is decoded in place, so one that is given twice is loaded once.
+    distinct = {id(source): index for index, source in reversed(list(enumerate(sources)))}
 
     def load(index: int) -> tuple[Image.Image, ImageGeometry]:
         with naming_image(index, sources[index]):
@@ -157,24 +211,27 @@ def _preprocess(
             image = image.resize(resized_size, Image.Resampling.BICUBIC)
         return image if image.mode == "RGB" else image.convert("RGB"), geometry
 
-    loaded = dict(zip(distinct, run(load, distinct.values()), strict=True))
-    pictures = [loaded[id(source)] for source in sources]
-    ends = np.cumsum([geometry.patches for _, geometry in pictures], dtype=np.int64).tolist()
+    # Images that may share the position of one file are decoded here, one after the other; the rest on the threads.
+    loaded = {key: load(index) for key, index in distinct.items() if shares_a_file(sources[index])}
+    others = {key: index for key, index in distinct.items() if key not in loaded}
+    loaded |= dict(zip(others, run(load, others.values()), strict=True))
+    resized = [loaded[id(source)] for source in sources]
+    ends = np.cumsum([geometry.patches for _, geometry in resized], dtype=np.int64).tolist()
     rows = (ends[-1] if ends else 0, 3, settings.patch_size, settings.patch_size)
     pixels = np.empty(rows, dtype=np.uint8 if settings.return_uint8 else np.float32)
     steps = [normalising_steps(mean, std) for mean, std in zip(settings.image_mean, settings.image_std, strict=True)]
 
-    def cut(picture: tuple[Image.Image, ImageGeometry], end: int) -> None:
-        image, geometry = picture
+    def cut(one: tuple[Image.Image, ImageGeometry], end: int) -> None:
+        image, geometry = one
         out = pixels[end - geometry.patches : end]
         levels = out if settings.return_uint8 else np.empty(out.shape, dtype=np.uint8)
         write_patches(np.asarray(image), geometry, settings.patch_size, levels)
         if not settings.return_uint8:
             write_normalised(levels, steps, out)
 
-    for _ in run(cut, pictures, ends):
+    for _ in run(cut, resized, ends):
         pass
-    grids = torch.tensor([geometry.grid_hw for _, geometry in pictures], dtype=torch.int64).reshape(-1, 2)
+    grids = torch.tensor([geometry.grid_hw for _, geometry in resized], dtype=torch.int64, device="cpu").reshape(-1, 2)
     return {"pixel_values": torch.from_numpy(pixels), "image_grid_hws": grids}
 
 
@@ -182,3 +239,23 @@ def _refuse_misspelt(names: Iterable[str], owner: str) -> None:
     unknown = [name for name in names if name not in SETTINGS]
     misspelt = [name for name in unknown if difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.8)]
     require_known_kwargs(misspelt, SETTINGS, owner)
+
+
+def _three_numbers(name: str, values: Any) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(value) for value in values if not isinstance(value, bool | str))
+    except (TypeError, ValueError):
+        numbers = ()
+    if len(numbers) != 3 or not np.isfinite(numbers).all():
+        raise ValueError(f"{name} must hold three numbers, one a channel, got {values!r:.200}")
+    return numbers
+
+
+def _colour(alpha: Any) -> tuple[int, ...]:
+    try:
+        levels = tuple(operator.index(level) for level in alpha if not isinstance(level, bool))
+    except TypeError:
+        levels = ()
+    if len(levels) != 3 or not all(0 <= level <= 255 for level in levels):
+        raise ValueError(f'alpha must be "drop" or a colour (r, g, b) of integers 0..255, got {alpha!r:.200}')
+    return levels
