@@ -202,7 +202,7 @@ lines = {
     "x.clamp(max=x.mean())": (0, lambda: x.clamp(max=x.mean())),
     "x[mask] = 0": (0, lambda: x.__setitem__(mask, 0)),
     "x.repeat_interleave(counts, output_size=6)": (0, lambda: x.repeat_interleave(counts, output_size=6)),
-    "host.tolist()": (0, host.tolist),
+    "host[: len(x)].tolist()": (0, lambda: host[: len(x)].tolist()),
 }
 for line, (predicted, run) in lines.items():
     counted = count_host_syncs(run, pretended=True)
