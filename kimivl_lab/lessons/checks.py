@@ -5,7 +5,7 @@
     check_function("tokens", tokens, {(4, 6): 6, (2, 2): 1}, hint="a token is 2 x 2 patches")
 
 An answer that is None or ... prints "not answered yet" and passes, so that an unanswered notebook runs to its end.
-A wrong answer raises `WrongAnswer`, which a notebook shows without a traceback. Its message never holds the right answer.
+A wrong answer raises `WrongAnswer`, which a notebook shows without a traceback and without the right answer.
 Test: tests/test_lessons.py.
 """
 

@@ -16,7 +16,8 @@ _MARKS = (("your guess", "D", COLORS["orange"]), ("predicted", "s", COLORS["sky"
 def guess_plot(comparisons: Sequence[Comparison], *, title: str, subtitle: str) -> tuple[Figure, Axes]:
     """One line for each comparison, with a mark for the guess, the prediction and the measurement.
 
-    A number that is missing has no mark. All comparisons have one unit. Use it behind `lessons.guesses.compare`, which prints the same numbers.
+    A number that is missing has no mark. All comparisons have one unit.
+    Use it behind `lessons.guesses.compare`, which prints the same numbers.
     """
     fig, ax = new_figure(9, 0.55 * len(comparisons) + 1.9)
     y = np.arange(len(comparisons))[::-1]
