@@ -48,7 +48,7 @@ def test_the_plot_marks_what_is_known():
         Comparison(guess("c", None, unit="ms")),
     ]
     _, ax = guess_plot(comparisons, title="t", subtitle="s")
-    marks = {tuple(line.get_xydata()[0]) for line in ax.lines}
+    marks = {tuple(np.asarray(line.get_xydata())[0].tolist()) for line in ax.lines}
     assert marks == {(40, 2), (41.0, 2), (57.3, 2), (3.0, 1)}
     assert sorted(ax.get_legend_handles_labels()[1]) == ["measured", "predicted", "your guess"]
     assert ax.get_xlabel() == "ms"
