@@ -327,11 +327,12 @@ def memory(group, folder):
     auto = AutoParallelTower(encoder.vision_tower, group, free_links(encoder.config.vision_config))
     auto(pixels_for(GRIDS), GRIDS)
     owned = {p.untyped_storage().data_ptr() for p in encoder.vision_tower.parameters()}
-    twin: Any = auto._twin
+    assert (auto._cut is None) == (group.size() == 1)
+    twin: Any = auto._cut.tower if auto._cut is not None else encoder.vision_tower
     seen: list[Tensor] = list(twin.parameters()) + [
         tensor
         for block in twin.encoder.blocks
-        for layer in (block.wqkv, block.wo, block.mlp.fc0, block.mlp.fc1)
+        for layer in (block.wqkv, block.wo, block.mlp.fc0, block.mlp.fc1) * (group.size() > 1)
         for tensor in (layer.local.weight, layer.local.bias)
         if tensor is not None
     ]

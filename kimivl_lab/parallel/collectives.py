@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .groups import naming_missing
+from .calls import rank_errors
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
 def _watched(kind: str, result: Tensor, group: dist.ProcessGroup) -> Generator[None]:
     log = _LOG.get()
     start = _now(result) if log is not None else 0.0
-    with naming_missing(group, kind):
+    with rank_errors(group, kind):
         yield
     if log is not None:
         log.append(Collective(kind, result.nbytes, _now(result) - start))

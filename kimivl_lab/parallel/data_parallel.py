@@ -19,8 +19,9 @@ from ..config import MoonViTConfig
 from ..geometry import Grid, as_grid_list, patch_counts, token_counts
 from ..kernels.memory import upload
 from .balance import Assignment, QuadraticCost, balance_by_cost, get_dp_encoder_lb_assignment
+from .calls import describe_images, same_call
 from .collectives import all_gather, broadcast
-from .groups import check_group, telling_others
+from .groups import check_group
 
 Balance = Callable[[Sequence[int], int], Assignment]
 LoadPixels = Callable[[list[int]], Tensor]
@@ -93,6 +94,7 @@ def run_dp_sharded_vision_model(
     *,
     load_pixels: LoadPixels | None = None,
     balance: str | Balance = "cost",
+    batch_id: object = None,
 ) -> Tensor:
     """Encodes a batch on the ranks of `group`; each calls it with the same grids and gets all features.
 
@@ -103,6 +105,8 @@ def run_dp_sharded_vision_model(
         grid_hws: (n, 2) host integers (h, w) in patches; n may be 0, or less than the ranks.
         balance: "cost" (by FLOPs), "patches" (as the engines), or a function of patches and ranks that, like these,
             gives the same on every rank.
+        batch_id: a short name of the batch, such as the requests' numbers, that ranks compare with the grids. Worth
+            giving with `load_pixels` or pixels on a device, of which no sample is compared.
 
     Returns:
         (T, 4, D) packed features in the order of the images, on the tower's device in its dtype, at every world size;
@@ -110,13 +114,16 @@ def run_dp_sharded_vision_model(
 
     Raises:
         ValueError: grids and pixels that do not add up, not exactly one source of pixels, an unknown balance.
-        RankError: a rank did not come to the collective within the group's timeout; the error names it.
+        RankError: a rank did not come within the group's timeout, failed on its images, or is at another call; the
+            error names it, and no rank gets features.
     """
     ranks, rank = check_group(group).size(), group.rank()
-    grids = as_grid_list(grid_hws)
-    plan = DataParallelPlan.make(grids, tower.config.merge_kernel_size, ranks, _resolve(balance, tower.config))
-    load = _pixel_source(pixel_values, load_pixels, patch_counts(grids))
-    with telling_others(group):
+    with same_call(group) as call:
+        grids = as_grid_list(grid_hws)
+        plan = DataParallelPlan.make(grids, tower.config.merge_kernel_size, ranks, _resolve(balance, tower.config))
+        load = _pixel_source(pixel_values, load_pixels, patch_counts(grids))
+        if ranks > 1:
+            call.about = describe_images("data", grids, tower.dtype, pixel_values, batch_id)
         features = _encode(tower, load, grids, plan.by_rank[rank])
     if ranks == 1 or not grids:
         return features

@@ -1,33 +1,29 @@
-"""Process groups whose every wait ends: finite timeouts, and an error that names the ranks that did not come.
+"""Process groups whose every wait ends.
 
-A group is always an argument. The default group is used silently nowhere: ranks that shard by one group and reduce over
-a larger one wait for each other for ever. Note that `torch.distributed.new_group` does not inherit the timeout of
-`init_process_group`: give it its own.
+A group is always an argument, and no function here falls back to the default group. The reason: ranks that share work
+over one group and sum over a larger one wait for each other for ever. `torch.distributed.new_group` does not inherit
+the timeout of `init_process_group`: pass it a `timeout` too. What ends a wait is in `calls`.
 
-gloo reports a lost peer by its address and a silent one not at all. So after a failed collective the ranks hold a roll
-call in the store that connected them: who has not answered when the timeout is over is named. On GPUs NCCL's own
-watchdog ends the process, and torchrun names the rank that failed first.
+Test: tests/test_parallel_failures.py.
 """
 
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT_S = 60.0
-_GRACE_S = 2.0  # ranks time out one after another, not at once
-_POLL_S = 0.05
-_LEFT = "left: "
 
 
 class RankError(RuntimeError):
-    """A collective failed because of other ranks. The group is of no further use.
+    """Other ranks did not do what this rank did: they are absent, failed, or are at another call.
+
+    After a collective that failed the group is of no further use. A `RankError` that came before the collective (a rank
+    failed on its images, or is at another call) leaves the group usable.
 
     Attributes:
-        missing: ranks (of the whole job) that did not come, or left with an error of their own.
+        missing: those ranks, numbered in the whole job.
     """
 
     def __init__(self, message: str, missing: list[int]) -> None:
@@ -36,6 +32,26 @@ class RankError(RuntimeError):
 
     def __reduce__(self) -> tuple[type["RankError"], tuple[str, list[int]]]:
         return RankError, (str(self), self.missing)
+
+
+class SharedGroup:
+    """Holds a process group for an object that is copied: a deep copy shares the group, a pickle does not have it.
+
+    A group is a connection of this process, so another process cannot read it from a file.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def get(self) -> dist.ProcessGroup:
+        """The group; ValueError in an object that came from a pickle."""
+        return check_group(self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedGroup":
+        return self
+
+    def __reduce__(self) -> tuple[type["SharedGroup"], tuple[()]]:
+        return SharedGroup, ()
 
 
 def init_group(device: torch.device | str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.ProcessGroup:
@@ -66,62 +82,9 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-@contextmanager
-def naming_missing(group: dist.ProcessGroup, what: str) -> Generator[None]:
-    """Turns the failure of a collective into a `RankError` that names the ranks that did not come.
-
-    It comes within the group's timeout and a little more, counted from this rank's arrival.
-    """
-    arrived = time.monotonic()
-    try:
-        yield
-    except RuntimeError as error:
-        waiting, left = _roll_call(group, arrived + _timeout_s(group) + _GRACE_S)
-        reasons = [f"rank {rank} did not come" for rank in sorted(waiting)]
-        reasons += [f"rank {rank} left with {left[rank]}" for rank in sorted(left)]
-        blame = "; ".join(reasons) or "all ranks are there, the link between them failed"
-        raise RankError(f"{what} on {group.size()} ranks: {blame} ({error})", sorted({*waiting, *left})) from error
-
-
-@contextmanager
-def telling_others(group: dist.ProcessGroup) -> Generator[None]:
-    """Around work before a collective: an error in it is left where the roll call of the others will find it."""
-    try:
-        yield
-    except Exception as error:
-        if group.size() > 1:
-            _store().set(_key(group, dist.get_rank()), f"{_LEFT}{type(error).__name__}: {error}")
-        raise
-
-
-def _roll_call(group: dist.ProcessGroup, deadline: float) -> tuple[set[int], dict[int, str]]:
-    """Ranks without an answer at the deadline, and those that left with an error."""
-    waiting = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-    left = {}
-    try:
-        store = _store()
-        store.set(_key(group, dist.get_rank()), "here")
-        while waiting:
-            for rank in [rank for rank in waiting if store.check([_key(group, rank)])]:
-                waiting.remove(rank)
-                answer = store.get(_key(group, rank)).decode()
-                if answer.startswith(_LEFT):
-                    left[rank] = answer.removeprefix(_LEFT)
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_S)
-    except dist.DistError:  # the store is gone, and with it the process that kept it: torchrun, or else rank 0
-        waiting = waiting & {0} or waiting
-    return waiting, left
-
-
-def _key(group: dist.ProcessGroup, rank: int) -> str:
-    return f"kimivl_lab/roll_call/{group.group_name}/{rank}"
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """The longest that a collective of `group` waits for a rank; `DEFAULT_TIMEOUT_S` where torch does not tell."""
+    try:  # torch has no public name for it, and this runs while an error is handled
+        return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+    except (AttributeError, IndexError, RuntimeError):
+        return DEFAULT_TIMEOUT_S

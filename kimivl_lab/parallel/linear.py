@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..kernels.packed_linear import GELU_TANH, FusedModule, PackedKernel, fused_linear
 from .collectives import all_reduce
-from .groups import check_group
+from .groups import SharedGroup, check_group
 
 Cut = Callable[[Tensor], Tensor]
 
@@ -73,10 +73,18 @@ class _ParallelLinear(FusedModule):
 
     def __init__(self, full: nn.Linear, group: dist.ProcessGroup, cut: Cut, *, bias: bool, view: bool) -> None:
         super().__init__()
-        self.group = group
+        self._group = SharedGroup(group)
         self.cut = cut
         self.local = LinearView(full, cut, bias=bias) if view else _own_part(full, cut, bias=bias)
         self.register_load_state_dict_pre_hook(_take_part)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group.get()
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup) -> None:
+        self._group = SharedGroup(group)
 
     def forward(
         self,

@@ -6,18 +6,66 @@ every rank.
 """
 
 import copy
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import MoonViTConfig
+from ..geometry import Grid, as_grid_list
 from ..moonvit.layers import MoonVitEncoderLayer
+from ..moonvit.metadata import EncoderMetadata
 from ..moonvit.model import MoonVitPretrainedModel
-from .groups import check_group
+from .calls import describe_images, same_call
+from .groups import SharedGroup, check_group
 from .linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, check_plain
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+class CutTower(MoonVitPretrainedModel):
+    """A tower after `tensor_parallel`: called as before, on all ranks of a group, each with a part of the weights.
+
+    `copy.deepcopy` works and shares the group. Saving is refused: a file would hold one rank's part under names that
+    nothing loads.
+    """
+
+    _group: SharedGroup
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        image_grid_hws: Sequence[Grid] | Tensor | None = None,
+        *,
+        encoder_metadata: EncoderMetadata | None = None,
+    ) -> Tensor:
+        """As the whole tower; RankError before any layer runs if a rank is at another call."""
+        group = self._group.get()
+        if group.size() > 1:
+            with same_call(group) as call:
+                given = encoder_metadata.grid_hws if encoder_metadata is not None else image_grid_hws
+                grids = as_grid_list(given if given is not None else ())
+                # metadata without grids belong to a capture, in which pixels cannot be read
+                pixels = pixel_values if grids else None
+                call.about = describe_images("tensor", grids, self.dtype, pixels)
+        return super().forward(pixel_values, image_grid_hws, encoder_metadata=encoder_metadata)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused with a ValueError."""
+        raise ValueError(_NOT_SAVED)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ValueError(_NOT_SAVED)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+_NOT_SAVED = "this tower is cut over ranks and holds one rank's part of the weights: save it before it is cut"
 
 
 def tensor_parallel(
@@ -31,6 +79,9 @@ def tensor_parallel(
         view: False cuts `tower` itself, layer by layer, freeing each full weight: on the host, then `.to(device)`, the
             device never holds more than the share. True leaves `tower` whole and returns a twin that views its
             weights, whatever becomes of them.
+
+    Returns:
+        A `CutTower`: `tower` itself, which changes its class, or the twin.
 
     Raises:
         ValueError: heads or MLP columns that do not divide by the ranks, or a layer that is not a plain linear one.
@@ -48,6 +99,9 @@ def tensor_parallel(
             block.mlp = _twin(block.mlp)
     for block in _blocks(tower):
         _cut_block(block, group, view)
+    tower.__class__ = type(f"Cut{type(tower).__name__}", (CutTower, type(tower)), {})  # a subclass stays one
+    assert isinstance(tower, CutTower)
+    tower._group = SharedGroup(group)
     return tower
 
 
