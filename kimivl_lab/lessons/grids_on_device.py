@@ -42,7 +42,8 @@ def reading_the_bound(attend: PackedAttention) -> PackedAttention:
 def encode_per_layer(tower: MoonVitPretrainedModel, pixel_values: Tensor, grid_hws: Tensor) -> Tensor:
     """(L, 3, 14, 14) and (n, 2) grids on the tower's device -> (T, 4, D)."""
     kernels = ResolvedOptions.resolve(tower.options, tower.device, tower.dtype)
-    return _encode(tower, pixel_values, grid_hws, replace(kernels, attend=reading_the_bound(kernels.attend)), 0)
+    in_every_layer = replace(kernels, attend=reading_the_bound(kernels.attend))
+    return _encode(tower, pixel_values, grid_hws, in_every_layer, len(pixel_values))  # a bound that each layer replaces
 
 
 def encode_per_forward(tower: MoonVitPretrainedModel, pixel_values: Tensor, grid_hws: Tensor) -> Tensor:
