@@ -299,8 +299,8 @@ def test_the_whole_tower_on_a_fake_gpu_reads_nothing_back(backend, monkeypatch):
 @torch.no_grad()
 def test_prepacked_equals_plain(dtype, rows):
     """Both are within rounding of float64, in whatever order a product adds up: 72 terms in float32 are off by about
-    sqrt(72 / 6) units of rounding, and storing the result adds one unit of `dtype`. At one row one
-    product's error may be several times another's, so neither bounds the other."""
+    sqrt(72 / 6) units of rounding, and storing the result adds one unit of `dtype`. In a single row the error of one
+    product may be several times that of the other, so neither bounds the other."""
     bound = torch.finfo(dtype).eps / 2 + 72**0.5 * torch.finfo(torch.float32).eps / 2
     torch.manual_seed(rows)
     layer = torch.nn.Linear(72, 56).to(dtype)
@@ -318,6 +318,21 @@ def test_prepacked_equals_plain(dtype, rows):
 def current(layer) -> torch.Tensor | None:
     packed = packed_copy(layer)
     return None if packed is None else packed.current
+
+
+@needs_onednn
+def test_B1_a_packed_layer_gives_the_plain_gradients_where_gradients_are_on():
+    """oneDNN's product would give none, with no more than a warning."""
+    layer, residual = torch.nn.Linear(72, 56), torch.randn(24, 56)
+    with torch.no_grad():
+        refresh_packed([layer], ONEDNN)
+    cases: list[dict[str, Any]] = [{}, {"gelu": True}, {"residual": residual}]
+    for extra in cases:
+        x, same = (torch.ones(24, 72, requires_grad=True) for _ in range(2))
+        fused_linear(layer, x, ONEDNN, **extra).square().sum().backward()
+        fused_linear(layer, same, None, **extra).square().sum().backward()
+        assert x.grad is not None and same.grad is not None
+        assert same.grad.any() and torch.equal(x.grad, same.grad)
 
 
 def in_place(layer):

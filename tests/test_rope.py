@@ -124,7 +124,7 @@ def test_gradients_flow_when_wanted():
     assert resolve_rotation("in_place", torch.device("cpu"), torch.float32, inference=False) is rotate_complex
 
 
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("name", [*EAGER, "amx"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_B1_a_rotation_that_writes_in_place_gives_the_references_gradient(name, dtype):
     grads = []

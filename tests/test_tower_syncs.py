@@ -146,6 +146,12 @@ def test_the_historic_forwards_read_what_they_read(images, layers):
     }
 
 
+def test_the_historic_forwards_run_on_the_host_too():
+    tower, pixels = narrow_tower(), pixels_for(MIXED_GRIDS)
+    for name, encode in METADATA_VARIANTS.items():
+        assert torch.equal(encode(tower, pixels, torch.tensor(MIXED_GRIDS)), tower(pixels, MIXED_GRIDS)), name
+
+
 def test_the_historic_reads_have_their_lines():
     away = on_device(narrow_tower(3), pretended=True)
     held = variant_grids("per_layer", [(4, 6)], True)

@@ -1,4 +1,9 @@
-"""The plain functions behind our operators of torch.library: same arguments and values, without the dispatch."""
+"""The plain function behind each operator of this library: same arguments and values, without torch's dispatcher.
+
+A recorded CPU graph calls these: see `kimivl_lab.graphs.trace_program`.
+
+Test: tests/test_graph_backends.py, tests/test_amx.py.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -91,7 +91,7 @@ def fused_linear(
         residual: (L, out); not together with `gelu`.
     """
     assert not gelu or residual is None
-    if kernel is not None:
+    if kernel is not None and not torch.is_grad_enabled():  # packed products have no backward
         packed = packed_copy(layer)
         if packed is not None and packed.kernel is kernel and packed.current is not None:
             assert isinstance(layer, nn.Linear)

@@ -1,13 +1,14 @@
-"""The tower's forward as it was served before its metadata was built on the host: with the grids on the device.
+"""The forward as engines ran it before they built its metadata on the host: with the grids on the device.
 
-    "per_layer"     position, rope and merger each read the grids back; every layer reads the longest image's length
+    "per_layer"     position, rope and merger each read the grids back; each layer reads the length of the longest image
     "per_forward"   the same three reads; the length is read once
-    "host"          the tower as it is: grids are host integers, nothing is read
+    "host"          the tower as it is now: grids are host integers, and nothing is read
 
-The same weights, operators and values; only what is read back differs, so that the reads can be counted and timed.
+Weights, operators and values are the same. Only the reads differ, so that they can be counted and timed.
 
-Source: MoonViT in SGLang before ("per_layer") and after ("per_forward") its pull request 30869; vLLM's eager path, as
-read in release 0.32, reads as "per_layer" does.
+Source: MoonViT in SGLang before ("per_layer") and after ("per_forward") its pull request 30869. vLLM's eager path in
+release 0.32 reads as "per_layer" does.
+Test: tests/test_tower_syncs.py. Record: ladder__*.csv.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ Forward = Callable[[MoonVitPretrainedModel, Tensor, Tensor], Tensor]
 
 
 def reading_the_bound(attend: PackedAttention) -> PackedAttention:
-    """`attend`, which first reads the longest image's length back from the device: a wait in every layer."""
+    """`attend` after a read of the longest image's length from the device: the host waits in every layer."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
         bound = int(metadata.cu_seqlens.diff().max())

@@ -1,7 +1,9 @@
-"""Floating-point operations of the tower, by formula; a multiply-add counts as two.
+"""Counts the floating-point operations of the tower by formula. A multiply-add counts as two.
 
 A patch costs 2 N (4 D^2 + 2 D F) in the linear layers of N blocks (0.822 GFLOP at full size) and 4 n D N in attention,
-n the patches of its own image; the patch embedding adds 2 * 588 D.
+n the patches of its image; the patch embedding adds 2 * 588 D. Norms, softmax, rope and merging are left out.
+
+Test: tests/test_cost_model.py.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,7 @@ from ..geometry import Grid, patch_counts
 
 
 def tower_flops(config: MoonViTConfig, grid_hws: Sequence[Grid]) -> dict[str, int]:
-    """FLOPs of one forward over all `grid_hws`: "patch_embed", "linear", "attention"; the rest is left out."""
+    """FLOPs of one forward over all `grid_hws`: "patch_embed", "linear", "attention"."""
     lengths = patch_counts(grid_hws)
     layers, dim, hidden = config.num_hidden_layers, config.hidden_size, config.intermediate_size
     return {

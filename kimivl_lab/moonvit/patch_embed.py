@@ -1,9 +1,9 @@
-"""Patches -> vectors: a 14x14 convolution of stride 14 written as what it is: a linear map on a patch's 588 numbers.
+"""Patches -> vectors: a 14x14 convolution of stride 14, computed as a linear map of the 588 numbers of a patch.
 
-The parameter keeps the convolution's name and shape, [D, 3, 14, 14], so the published weights load one to one.
+The parameter keeps the name and shape of the convolution, [D, 3, 14, 14], so the published weights load unchanged.
 
-uint8 patches: the processor's normalisation x = (u/255 - 0.5) / 0.5 is folded into the map. With v = u - 128, exact in
-bfloat16 for every u, x = (2 v + 1) / 255, so W x + b = (2/255 W) v + (b + sum(W) / 255).
+uint8 patches: the processor's normalisation x = (u/255 - 0.5) / 0.5 becomes part of the map. With v = u - 128, which
+bfloat16 holds exactly for every u, x = (2 v + 1) / 255, so W x + b = (2/255 W) v + (b + sum(W) / 255).
 
 Test: tests/test_tower.py, tests/test_faults_weights.py. Record: ladder__*.csv (convolution against product).
 """
@@ -36,7 +36,7 @@ class MoonVisionPatchEmbed(nn.Module):
         return self.project(pixel_values) + pos_embeds
 
     def project(self, pixel_values: Tensor) -> Tensor:
-        """(L, 3, 14, 14) normalised patches, or uint8 patches as they come from the image -> (L, D).
+        """(L, 3, 14, 14) normalised patches, or uint8 patches with the image's own values -> (L, D).
 
         A `proj` with hooks, an adapter or another class is called with normalised patches, as a convolution is.
         """

@@ -1,8 +1,11 @@
-"""The kernels' C code, compiled on the machine that runs it: once, in seconds, by its own C compiler.
+"""Compiles the kernels' C code on the machine that runs it, once, and loads it.
 
-The library is plain C without Python's or torch's headers, called through ctypes, so one build serves every Python and
-every torch. It lies in the user's cache, named by a hash of what it was made of; two processes that build it at once
-end with the same file. It is not linked to an OpenMP runtime: torch has one loaded, whose threads it shares.
+The machine's C compiler builds the library in a few seconds. The code uses no header of Python or torch and is called
+through ctypes, so one build serves every version of both. The file is kept in the user's cache, named by a hash of its
+sources, flags and compiler. Two processes that build at the same time end with the same file. The library is not linked
+to an OpenMP runtime: it shares the runtime, and the threads, that torch has loaded.
+
+Test: tests/test_amx.py.
 """
 
 import ctypes
@@ -53,11 +56,14 @@ _SIGNATURES = {
 
 
 class BuildError(RuntimeError):
-    """There are no kernels on this machine; the message says why."""
+    """This machine has no kernels; the message says why."""
 
 
 def amx_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot run on `device` in `dtype`, or None when they can. Builds them if they are to be had."""
+    """Why the kernels cannot run on `device` in `dtype`, or None when they can.
+
+    The first call in a process may take seconds: it builds the kernels if the processor supports them.
+    """
     if device.type != "cpu":
         return f"the AMX kernels are for CPUs, not for {device.type}"
     if dtype != torch.bfloat16:
@@ -70,7 +76,7 @@ def amx_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def library() -> ctypes.CDLL:
-    """The loaded kernels. BuildError if this machine cannot have them."""
+    """The loaded kernels, built if necessary. BuildError if this machine cannot have them."""
     found = _load()
     if isinstance(found, str):
         raise BuildError(found)
@@ -95,7 +101,7 @@ def require_host(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.d
 
 @cache
 def _load() -> ctypes.CDLL | str:
-    """Tried once a process: the library, or why there is none."""
+    """The library, or why there is none. A process tries once."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"the AMX kernels are for Linux on x86-64, not for {sys.platform} on {platform.machine()}"
     try:
@@ -107,11 +113,11 @@ def _load() -> ctypes.CDLL | str:
         _build_unless_there(target)
         try:
             return _open(target)
-        except (OSError, AttributeError):  # a damaged file: once more
+        except (OSError, AttributeError):  # the file is damaged: build it again, once
             target.unlink()
             _build_unless_there(target)
             return _open(target)
-    except (BuildError, OSError, AttributeError, RuntimeError, ValueError) as error:  # whatever torch, CC and HOME hold
+    except (BuildError, OSError, AttributeError, RuntimeError, ValueError) as error:  # odd values of CC and HOME too
         return f"the AMX kernels could not be built: {error}"
 
 
@@ -124,12 +130,12 @@ def _open(target: Path) -> ctypes.CDLL:
 
 
 def cache_directory() -> Path:
-    """Where the built library lies: kimivl-lab in $XDG_CACHE_HOME, by default ~/.cache."""
+    """The folder of the built library: kimivl-lab in $XDG_CACHE_HOME, by default in ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimivl-lab"
 
 
 def _target() -> Path:
-    """The library's file, named by all that goes into it."""
+    """The library's file, named by a hash of everything that it is made of."""
     digest = hashlib.sha256(repr((_compiler(), _FLAGS, sorted(_sources().items()))).encode()).hexdigest()[:16]
     return cache_directory() / f"amx-{digest}.so"
 
@@ -164,7 +170,7 @@ def _compile(compiler: list[str], folder: Path) -> Path:
     for source in sorted(folder.glob("*.c")):
         objects.append(source.with_suffix(".o"))
         _run([*compiler, *_FLAGS.split(), "-c", str(source), "-o", str(objects[-1])])
-    linked = folder / "amx.so"  # without -fopenmp: OpenMP's symbols are those of the runtime that torch has loaded
+    linked = folder / "amx.so"  # without -fopenmp: the runtime that torch has loaded provides OpenMP's symbols
     _run([*compiler, "-shared", *map(str, objects), "-lm", "-o", str(linked)])
     return linked
 

@@ -1,7 +1,9 @@
 """A linear layer by `linear.c`: activation(x W^T + b) + residual in one pass, from a packed copy of W.
 
-`packed_linear` is an operator of torch.library, `kimivl_lab::packed_linear`, with the packed weight as data: a trace
-holds it as one node.
+`packed_linear` is the operator `kimivl_lab::packed_linear` of torch.library. A trace holds it as one node, with the
+packed weight as an input. It has no backward: a packed copy is for inference.
+
+Test: tests/test_amx.py. Record: encoder__*__bfloat16__*.csv.
 """
 
 import math
@@ -16,9 +18,9 @@ _SIDE, _TILE = 32, 512  # as in tiles.h
 
 
 def pack(weight: Tensor) -> Tensor:
-    """(out, in) bfloat16 -> (out / 32, in / 32, 2, 512), rounded up: the same numbers as tiles, and zeros.
+    """(out, in) bfloat16 -> (out / 32, in / 32, 2, 512), both rounded up: the same numbers as tiles, filled with zeros.
 
-    ValueError unless `weight` is plain memory on the host.
+    ValueError unless `weight` is plain host memory. Example: (56, 72) gives (2, 3, 2, 512).
     """
     kernels = library()
     require_host("weight", weight, weight.shape)
@@ -37,11 +39,11 @@ def multiply(
     Args:
         packed: `pack` of the weight (out, in).
         bias, residual: (out,) and (L, out), or None.
-        gelu_tanh: whether the activation is gelu_tanh or none; it comes before the residual.
+        gelu_tanh: whether the activation is gelu_tanh or none; it is applied before the residual is added.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together, or what wants a gradient.
-        BuildError: no kernels on this machine.
+        ValueError: shapes or dtypes that do not fit together, or an operand that wants a gradient.
+        BuildError: there are no kernels on this machine.
     """
     kernels = library()
     rows, inputs = x.shape

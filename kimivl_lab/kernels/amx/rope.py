@@ -1,6 +1,10 @@
-"""RoPE-2D by `rope.c`: q and k turned in place, in one pass over them.
+"""RoPE-2D by `rope.c`: rotates q and k in place, in one pass over them.
 
-`rotate_` is the same as an operator of torch.library, `kimivl_lab::rotate_`: a trace holds it as one node.
+`rotate_` is the same as the operator `kimivl_lab::rotate_` of torch.library: a trace holds it as one node. No gradient
+passes through it, and autograd does not say so: `rotate_amx` of `kimivl_lab.kernels.rotation` runs the reference where
+a gradient is wanted.
+
+Test: tests/test_amx.py. Record: rope__*__bfloat16__*.csv.
 """
 
 import torch
@@ -12,13 +16,13 @@ _LARGEST_HEAD = 512
 
 
 def rotate(qk: Tensor, cos_sin: Tensor) -> None:
-    """Turns qk (L, 2, heads, d) bfloat16 by cos_sin (L, d/2, 2) float32, in place.
+    """Rotates qk (L, 2, heads, d) bfloat16 by cos_sin (L, d/2, 2) float32, in place.
 
-    `qk` may be a part of wider rows: q and k of one patch lie one after the other.
+    `qk` may be a view of wider rows, such as (L, 3, heads, d), if q and k of one patch are adjacent.
 
     Raises:
         ValueError: operands of other shapes, dtypes or layouts, or that want a gradient.
-        BuildError: no kernels on this machine.
+        BuildError: there are no kernels on this machine.
     """
     kernels = library()
     rows, two, heads, d = qk.shape
