@@ -38,8 +38,16 @@ def written(path, text):
         "width,height,count\n" + ROWS,
         "\ufeffwidth,height,count\r\n640,480,3\r\n\r\n1920,1080\r\n",
         " Height , WIDTH,camera,count\n 480, 640 ,a,3\n1080,1920,b\n",
+        "640;480;3\n1920;1080\n",
+        "\ufeffwidth;height;count\r\n640;480;3\r\n1920;1080;1\r\n",
+        "width\theight\tcount\n640\t480\t3\n1920\t1080\n",
+        'width,height,count,"name; place"\n640,480,3,a;b\n1920,1080,1,c\td\n',
+        "name,width,height,name,count\na,640,480,b,3\nc,1920,1080,d,1\n",
     ],
-    ids=["bare", "header", "as spreadsheets write", "any order"],
+    ids=[
+        *("bare", "header", "as spreadsheets write", "any order"),
+        *("semicolons", "semicolons, header", "tabs", "another separator in a text", "another column named twice"),
+    ],
 )
 def test_sizes_are_read_with_or_without_a_header(tmp_path, text):
     assert read_sizes(written(tmp_path / "s.csv", text)) == ([(640, 480, 3), (1920, 1080, 1)], [])
@@ -79,6 +87,14 @@ def test_bad_rows_are_named_and_skipped(tmp_path, capsys, row, reason):
         (b"\xff\xfe\x00", "not a CSV file"),
         (b"a,b\n1,2\n", "header names a, b"),
         (b"width,height\n", "no image size"),
+        (b"width,height,width\n1,2,3\n", "header names width more than once"),
+        (b"Height,width,height\n1,2,3\n", "header names height more than once"),
+        (b"count,width,height,COUNT\n1,2,3,4\n", "header names count more than once"),
+        (b"width;height,count\n1;2,3\n", "comma and semicolon"),
+        (b"640,5;480\n", "comma and semicolon"),
+        (b"640 480\n", "no separator"),
+        (b"width|height\n640|480\n", "no separator"),
+        (b",;\t\n", "comma and semicolon and tab"),
         (b"0,4\n1,0\n", "no image size"),
     ],
 )
@@ -119,7 +135,7 @@ def save(path, orientation=None, size=(60, 30)):
 @pytest.mark.parametrize("orientation", [None, 1, 3, 5, 6, 8, 9])
 def test_an_image_has_the_tokens_that_the_processor_gives_it(tmp_path, ending, orientation):
     path = save(tmp_path / f"a.{ending}", orientation)
-    (size,), _ = image_sizes([path])
+    (size,), _, _ = image_sizes([path])
     assert image_geometry(*size).tokens == image_geometry(*load_image(path).size).tokens == 6
 
 
@@ -136,7 +152,7 @@ def test_A10_headers_are_enough_and_pillows_limit_is_left_alone(tmp_path, monkey
     (tmp_path / "text.png").write_text("no image")
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
     before = Image.MAX_IMAGE_PIXELS
-    sizes, faults = image_sizes(sorted(tmp_path.iterdir()))
+    sizes, faults, notes = image_sizes(sorted(tmp_path.iterdir()))
     assert sizes == [(60, 30), (60, 30), (8000, 6000)]
     for fault, (name, reason) in zip(
         faults,
@@ -144,7 +160,7 @@ def test_A10_headers_are_enough_and_pillows_limit_is_left_alone(tmp_path, monkey
         strict=True,
     ):
         assert fault.startswith(f"{tmp_path / name}.png: ") and reason in fault
-    assert before == Image.MAX_IMAGE_PIXELS and not recwarn.list
+    assert before == Image.MAX_IMAGE_PIXELS and not recwarn.list and not notes
 
 
 def test_a_folder_of_images_is_planned_for(tmp_path, capsys):

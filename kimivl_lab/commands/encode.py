@@ -7,8 +7,8 @@ Test: tests/test_cli.py, tests/test_faults_commands.py.
 
 import argparse
 import json
+import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..config import KimiVLConfig, MoonViTConfig
 from ..geometry import Grid, as_grid_list
-from ..images.files import find_images, readable_name, reason_of, unique_names
+from ..images.files import collected_warnings, find_images, readable_name, reason_of, unique_names
 from ..images.loading import ImageError, image_size
 from ..images.processor import KimiVLImageProcessor
 from ..kimi_vl.encoder import KimiVLEncoder
@@ -33,9 +33,6 @@ from .feature_file import FeatureFile
 from .output import CommandError, on_one_line, progress_bar, show, tell
 
 BATCH_PATCHES = 8192  # about two images at the published limit; an image larger than this is a batch alone
-
-# Warnings of Python and of libraries to programmers, not about an image.
-_NOT_ABOUT_IMAGES = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 
 
 @dataclass(frozen=True)
@@ -145,8 +142,7 @@ def encode_files(
 
 def _read(name: str, path: Path, processor: KimiVLImageProcessor, outcome: Outcome) -> _Image | None:
     """The image as patches; None where it cannot be read, with the reason in `outcome`."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")  # Python would show a warning of one place once only, for the first image
+    with collected_warnings(path, outcome.warnings):
         try:
             inputs = processor.preprocess(path)
             (grid,) = as_grid_list(inputs.image_grid_hws)
@@ -154,9 +150,6 @@ def _read(name: str, path: Path, processor: KimiVLImageProcessor, outcome: Outco
         except ImageError as error:
             outcome.faults.append(f"{path}: {reason_of(error)}")
             return None
-        finally:
-            about = [one.message for one in caught if not issubclass(one.category, _NOT_ABOUT_IMAGES)]
-            outcome.warnings += dict.fromkeys(f"{path}: {reason_of(message)}" for message in about)
 
 
 def _encode_batch(
@@ -198,7 +191,7 @@ def _load(arguments: argparse.Namespace) -> tuple[KimiVLImageProcessor, Any]:
             raise CommandError(f"--preset: {error}") from error
         torch.manual_seed(arguments.seed)
         return KimiVLImageProcessor(**limit), model_class(config).to(dtype)
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):  # unlike Path.is_file, False for a name that is too long
         raise CommandError(f"--checkpoint {folder}: no config.json there")
     logging.disable_progress_bar()
     try:

@@ -78,7 +78,9 @@ def _sizes(
     found = find_images([arguments.images], arguments.recursive)
     if found.left_out:
         tell("note", f"left out: {found}")
-    sizes, faults = image_sizes(track([path for _, path in found.files]), arguments.in_token_limit)
+    sizes, faults, notes = image_sizes(track([path for _, path in found.files]), arguments.in_token_limit)
+    for note in notes:
+        tell("warning", note)
     return readable_name(arguments.images.resolve().name), sizes, faults
 
 
@@ -88,7 +90,10 @@ def _draw(file: Path, name: str, workload: TokenCounts, plans: Mapping[str, Budg
 
     use_style()
     figure, _ = plan_overview(name.replace("$", r"\$"), workload, plans)  # text between two $ would be a formula
-    figure.savefig(file)
+    try:
+        figure.savefig(file)
+    except OSError as error:
+        raise CommandError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 def _show(name: str, workload: TokenCounts, plans: Mapping[str, BudgetPlan]) -> None:

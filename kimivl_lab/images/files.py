@@ -5,8 +5,10 @@ Test: tests/test_plan.py, tests/test_faults_commands.py.
 
 import mimetypes
 import os
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,8 @@ _SIGNATURES = {  # the first bytes of image files, whether they are opened here 
     "QOI": b"qoif",
 }
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1", b"avif", b"avis")
+# What Python and libraries tell programmers.
+_NOT_ABOUT_IMAGES = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 _KNOWN_TYPES = mimetypes.MimeTypes(filenames=())  # Python's own table: the same on every machine
 
 
@@ -63,15 +67,14 @@ def find_images(paths: Iterable[Path], recursive: bool = False) -> FoundImages:
     Raises:
         ValueError: a folder without images. OSError: a folder that cannot be read.
     """
-    found = FoundImages()
+    found, endings = FoundImages(), image_suffixes()
     for path in paths:
         if not os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
             found.files.append((readable_name(path.name or path), path))
             continue
         before = len(found.files)
-        suffixes = image_suffixes()
         for child in sorted(_entries(path, recursive, found.left_out)):
-            if child.suffix.lower() in suffixes and os.path.isfile(child) and not child.name.startswith("._"):
+            if child.suffix.lower() in endings and os.path.isfile(child) and not child.name.startswith("._"):
                 found.files.append((readable_name(child.relative_to(path).as_posix()), child))
             elif kind := _kind_left_out(child, found.unread):
                 found.left_out[kind] += 1
@@ -97,23 +100,39 @@ def readable_name(path: str | Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def image_sizes(paths: Iterable[Path], in_token_limit: int = IN_TOKEN_LIMIT) -> tuple[list[tuple[int, int]], list[str]]:
-    """(width, height) of every image that the processor accepts, and for each other one line: its path and the reason.
+def image_sizes(
+    paths: Iterable[Path], in_token_limit: int = IN_TOKEN_LIMIT
+) -> tuple[list[tuple[int, int]], list[str], list[str]]:
+    """(width, height) of every image that the processor accepts, by its header alone.
 
-    Only headers are read. An EXIF orientation is not applied: it changes no count, because an image has as many tokens
-    lying as standing.
+    An EXIF orientation is not applied: it changes no count, because an image has as many tokens lying as standing.
+
+    Returns:
+        The sizes; for each image that is not accepted one line, its path and the reason; the warnings about images.
     """
     from .loading import ImageError, checked_size, naming_image  # torch, which finding and naming files does not need
 
     geometry = partial(image_geometry, in_token_limit=in_token_limit)
-    sizes, faults = [], []
+    sizes, faults, notes = [], [], []
     for path in paths:
         try:
-            with naming_image(0, path):
+            with collected_warnings(path, notes), naming_image(0, path):
                 sizes.append(checked_size(path, geometry))
         except ImageError as error:
             faults.append(f"{path}: {reason_of(error)}")
-    return sizes, faults
+    return sizes, faults, notes
+
+
+@contextmanager
+def collected_warnings(path: Path, lines: list[str]) -> Generator[None]:
+    """Adds to `lines` what is warned of inside, each warning once with `path` before it, instead of printing it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # else Python shows a warning of one place once: for the first image only
+        try:
+            yield
+        finally:
+            about = [one.message for one in caught if not issubclass(one.category, _NOT_ABOUT_IMAGES)]
+            lines += dict.fromkeys(f"{path}: {reason_of(message)}" for message in about)
 
 
 def reason_of(message: object) -> str:
