@@ -129,6 +129,16 @@ def test_I7_padding_lies_in_the_unused_slots_of_which_there_is_always_one():
     assert runner.capture().inputs.buffers["merge_gather_idx"][24:].tolist() == [0] * 16
 
 
+def test_padding_costs_attention_few_pairs_and_no_values():
+    """One image of 84 patches in a graph of 160 with 9 slots."""
+    tower, grids = small_tower(), [(6, 14)]
+    runner = EncoderCudaGraphRunner(tower, [40], max_images=8, poison=POISON)
+    check(runner, tower, grids)
+    lengths = runner.capture().inputs.buffers["cu_seqlens"].diff().tolist()
+    assert lengths == [84, 9, 10, 9, 10, 9, 10, 9, 10]
+    assert sum(length**2 for length in lengths) == 84**2 + 724 < 84**2 + 76**2
+
+
 def test_I8_the_exact_callable_runs_once_before_it_is_captured():
     traced = []
 

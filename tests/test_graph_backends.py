@@ -1,11 +1,15 @@
 """What a capture records, shares and refuses."""
 
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions
+from kimivl_lab.graphs.cuda import CudaBackend
 from kimivl_lab.graphs.guards import GraphCaptureError
 from kimivl_lab.graphs.runner import resolve_backend
 from kimivl_lab.graphs.trace import TraceBackend
@@ -196,6 +200,71 @@ def test_I9_I10_collectives_are_refused_before_they_are_launched(group):
         EncoderCudaGraphRunner(small_tower(), [4], tensor_parallel_group=group)
     with pytest.raises(GraphCaptureError, match="a CPU's collectives are calls of the host"):
         capture(lambda x: x + 1, torch.zeros(1), allow_collectives=True)
+
+
+class FakeCuda:
+    """The calls of torch.cuda by which `CudaBackend` captures, for a machine without a GPU."""
+
+    def __init__(self, monkeypatch):
+        self.segments, self.capturing = [], False
+        for name, value in {
+            "graph_pool_handle": lambda: (0, 1),
+            "Stream": lambda device: SimpleNamespace(wait_stream=lambda stream: None),
+            "current_stream": lambda device: None,
+            "stream": lambda stream: nullcontext(),
+            "graph": self.graph,
+            "CUDAGraph": SimpleNamespace,
+            "memory_snapshot": lambda: self.segments,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr("kimivl_lab.graphs.cuda.HostSyncCounter", lambda **settings: nullcontext())
+
+    @contextmanager
+    def graph(self, graph, *args, **kwargs):
+        graph.replay = lambda: None
+        self.capturing = True
+        yield
+        self.capturing = False
+        self.segments = [  # the capture has emptied the cache of eager memory, and made two segments of its own
+            {"segment_pool_id": (0, 1), "total_size": 2**21},
+            {"segment_pool_id": (0, 1), "total_size": 2**20},
+            {"segment_pool_id": (0, 0), "total_size": 2**30},
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+def test_on_a_gpu_collectives_are_refused_before_the_first_run_launches_one(monkeypatch, group):
+    FakeCuda(monkeypatch)
+    gathered = torch.zeros(2)
+    with pytest.raises(GraphCaptureError, match=rf"collective c10d._allgather_base_.*{__name__[6:]}.* in <lambda>"):
+        capture(
+            lambda x: dist.all_gather_into_tensor(gathered, x, group=group),  # torch wraps it twice
+            torch.ones(2),
+            backend=CudaBackend(torch.device("cpu")),
+        )
+    assert gathered.tolist() == [0, 0]
+
+
+def test_on_a_gpu_the_exact_callable_runs_uncompiled_warm_uncompiled_then_captured(monkeypatch):
+    cuda, stance, runs = FakeCuda(monkeypatch), ["default"], []
+
+    @contextmanager
+    def set_stance(name):
+        stance.append(name)
+        yield
+        stance.pop()
+
+    monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
+    backend = CudaBackend(torch.device("cpu"))
+    assert backend.nbytes == 0
+
+    def forward(x):
+        runs.append("captured" if cuda.capturing else stance[-1])
+        return x + 1
+
+    graph = capture(forward, torch.ones(2), backend=backend)
+    assert runs == ["force_eager", "default", "force_eager", "captured"]
+    assert torch.equal(graph.output, torch.full((2,), 2.0)) and backend.nbytes == 3 * 2**20
 
 
 def test_after_a_refusal_the_tower_can_still_be_captured():

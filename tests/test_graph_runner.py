@@ -1,10 +1,12 @@
 """Graphs by token budget: whatever was replayed before, however full a budget is, the features are the eager ones."""
 
+import gc
 import random
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions, split_image_features
 from kimivl_lab.geometry import token_counts
@@ -195,6 +197,22 @@ def test_weights_that_moved_are_an_error_until_captured_anew(change, named):
     runner.reset()
     assert relative_error(runner(pixels, MIXED_GRIDS), eager(tower, pixels, MIXED_GRIDS)) < 0.02
     assert runner.stats.hits == 1
+
+
+@pytest.mark.parametrize("linear", ["auto", "plain"])
+@pytest.mark.parametrize("change", [replace_parameter, replace_module, lambda tower: tower.to(torch.bfloat16)])
+def test_a_weight_that_the_tower_drops_is_freed_while_graphs_are_kept(change, linear):
+    tower = small_tower(seed=12, options=EncoderOptions(linear=linear))
+    runner, pixels = EncoderCudaGraphRunner(tower, [23], max_images=4), pixels_for(MIXED_GRIDS)
+    runner(pixels, MIXED_GRIDS)
+    before = {name: StorageWeakRef(weight.untyped_storage()) for name, weight in tower.named_parameters()}
+    change(tower)
+    gc.collect()
+    now = {StorageWeakRef(weight.untyped_storage()) for weight in tower.parameters()}
+    dropped = {name for name, storage in before.items() if storage not in now}
+    assert dropped and all(before[name].expired() for name in dropped)
+    with pytest.raises(StaleGraphError):
+        runner(pixels, MIXED_GRIDS)
 
 
 def test_arguments_are_checked_before_any_work():

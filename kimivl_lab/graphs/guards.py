@@ -20,20 +20,20 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import typing_extensions
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..moonvit.position_cache import PositionCache
+from ..syncs.rules import value_read_by
 
-_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_NOT_THE_USERS = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    typing_extensions.__file__,  # wraps those functions of torch that are deprecated
+)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_READS = {
-    *("item", "tolist", "numpy", "cpu", "equal", "allclose"),
-    *("__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"),
-    *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
-    *("__repr__", "__format__"),
-}
 
 
 class GraphCaptureError(RuntimeError):
@@ -49,10 +49,9 @@ class HostReadGuard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _READS or _selects_by_value(name, args, kwargs or {}):
-            raise GraphCaptureError(
-                f"capture: {name.strip('_')}() reads a device value {_where(walk_stack(sys._getframe(1)))}"
-            )
+        if value_read_by(name, args, kwargs or {}) is not None:
+            where = _where(walk_stack(sys._getframe(1)))
+            raise GraphCaptureError(f"capture: {name.strip('_')}() reads a device value {where}")
         return func(*args, **(kwargs or {}))
 
 
@@ -61,9 +60,10 @@ class CollectiveGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _COLLECTIVES:
+            where = _where(walk_stack(sys._getframe(1)))
             raise GraphCaptureError(
-                f"capture: collective {func} {_where(walk_stack(sys._getframe(1)))}; data parallelism captures each "
-                f"rank's own work, outside of collectives, and tensor parallelism needs tensor_parallel_group and NCCL"
+                f"capture: collective {func} {where}; data parallelism captures each rank's own work, outside of "
+                f"collectives, and tensor parallelism needs tensor_parallel_group and NCCL"
             )
         return func(*args, **(kwargs or {}))
 
@@ -92,19 +92,6 @@ def capture_errors() -> Generator[None]:
         raise GraphCaptureError(
             f"capture: {str(error).splitlines()[0]} {_where(reversed(list(walk_tb(error.__traceback__))))}"
         ) from error
-
-
-def _selects_by_value(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the size of the result depends on values: `x[mask]`, `where(mask)`, repeats by a tensor."""
-    if name == "where":
-        return len(args) + len(kwargs) == 1
-    if name == "repeat_interleave":
-        counts = kwargs.get("repeats", args[-1] if args else None)
-        return isinstance(counts, Tensor) and kwargs.get("output_size") is None
-    if name == "__getitem__":
-        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
-    return False
 
 
 def _lookups(cache: PositionCache) -> int:

@@ -191,9 +191,10 @@ class StaticInputs:
 
         The padding is cut evenly over the unused slots, of which there is always one. As one segment it would cost
         attention the square of its length: 84 patches in a graph of 160 with 9 slots leave 76 patches of padding,
-        5,776 attention pairs as one segment and 722 as eight.
+        5,776 attention pairs as one segment and 724 as eight.
         """
         self._used = used = values["pixel_values"].shape[0]
+        stale = min(self._zero_from, rows)  # an earlier replay has left something up to here
         for name, buffer in self.buffers.items():
             value = upload(values[name], buffer.device)
             if name == "cu_seqlens":
@@ -201,7 +202,8 @@ class StaticInputs:
                 buffer[images:].copy_(upload(_evenly(used, rows, len(buffer) - 1 - images), buffer.device))
             else:
                 buffer[:used].copy_(value)
-                buffer[used : min(self._zero_from, rows)].zero_()  # only what an earlier replay left there
+                if stale > used:
+                    buffer[used:stale].zero_()
         if self._zero_from <= rows:
             self._zero_from = used
 

@@ -49,6 +49,7 @@ _BINDINGS = {
     _aten.gelu.out: torch.nn.functional.gelu,
     _aten.index_select.out: torch.index_select,
     _aten.native_layer_norm.default: torch.native_layer_norm,
+    _aten.t.default: Tensor.t,
     _aten.view.default: Tensor.view,
     _aten.select.int: torch.select,
     _aten.unbind.int: torch.unbind,

@@ -9,8 +9,8 @@ Test: tests/test_graph_runner.py.
 """
 
 import weakref
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.packed_linear import PackedCopy, packed_copy
@@ -28,19 +28,23 @@ class CapturedWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        # By part of the module, parents first: the part, "_modules", "_parameters" or "_buffers", the name in it.
-        self._known: list[tuple[weakref.ref[nn.Module], str, str, weakref.ref[Any], Any, str]] = []
-        self._linears: list[weakref.ref[nn.Linear]] = []
-        self._copies: list[tuple[weakref.ref[nn.Linear], PackedCopy]] = []
+        self._module = weakref.ref(module)
+        self._copies: list[tuple[weakref.ref[nn.Module], PackedCopy]] = []
+        # Parents come first, so that a replaced layer is named before the weights in it. An owner is held and not its
+        # dictionary, because that would keep the weights of a replaced layer.
+        self._children: list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module], str]] = []
+        self._weights: list[tuple[weakref.ref[nn.Module], str, str, weakref.ref[Tensor], int, torch.dtype, str]] = []
         for path, part in module.named_modules():
-            for kind in ("_modules", "_parameters", "_buffers"):
-                for name, value in vars(part)[kind].items():
-                    if value is not None:
-                        full = f"{path}.{name}" if path else name
-                        known = (weakref.ref(part), kind, name, weakref.ref(value), _address(value), full)
-                        self._known.append(known)
-            if isinstance(part, nn.Linear):
-                self._linears.append(weakref.ref(part))
+            owner = weakref.ref(part)
+            for name, child in part._modules.items():
+                if child is not None:
+                    self._children.append((owner, name, weakref.ref(child), f"{path}.{name}".lstrip(".")))
+            for kind in ("_parameters", "_buffers"):
+                for name, weight in vars(part)[kind].items():
+                    if weight is not None:
+                        full = f"{path}.{name}".lstrip(".")
+                        known = (owner, kind, name, weakref.ref(weight), weight.data_ptr(), weight.dtype, full)
+                        self._weights.append(known)
 
     def packed_copies(self) -> dict[int, HasCurrentTensor]:
         """The packed copies that exist now, by the id of the tensor.
@@ -48,8 +52,12 @@ class CapturedWeights:
         They are kept and brought up to date even if a layer later packs its weight for another kernel: graphs read
         them.
         """
-        found = [(ref, packed_copy(layer)) for ref in self._linears if (layer := ref()) is not None]
-        self._copies = [(ref, copy) for ref, copy in found if copy is not None and copy.current is not None]
+        module = self._module()
+        assert module is not None
+        layers = [
+            part for part in module.modules() if isinstance(part, FusedLinear) and part.packed.current is not None
+        ]
+        self._copies = [(weakref.ref(layer), layer.packed) for layer in layers]
         return {id(copy.current): copy for _, copy in self._copies}
 
     def check(self) -> None:
@@ -58,21 +66,22 @@ class CapturedWeights:
         Raises:
             StaleGraphError: a layer or weight is another object than at the capture, or a weight lies elsewhere.
         """
-        for part_ref, kind, name, ref, address, path in self._known:
-            part = part_ref()
-            value = None if part is None else vars(part)[kind].get(name)
-            if value is None or value is not ref() or _address(value) != address:
-                what = (
-                    f"module {path} was replaced"
-                    if kind == "_modules"
-                    else f"weight {path} was replaced, moved or cast"
-                )
-                raise StaleGraphError(f"{what} after the graphs were captured: call reset(), then capture() anew")
+        for owner, name, ref, path in self._children:
+            part, child = owner(), ref()
+            if part is None or child is None or part._modules.get(name) is not child:
+                raise StaleGraphError(f"module {path} was replaced {_ADVICE}")
+        for owner, kind, name, ref, address, dtype, path in self._weights:
+            weight = ref()
+            if (
+                weight is None
+                or vars(owner())[kind].get(name) is not weight
+                or weight.data_ptr() != address
+                or weight.dtype is not dtype  # a cast weight may have taken the old address
+            ):
+                raise StaleGraphError(f"weight {path} was replaced, moved or cast {_ADVICE}")
         for ref, copy in self._copies:
             if (layer := ref()) is not None:
                 copy.refresh(layer.weight)
 
 
-def _address(value: nn.Module | Tensor) -> tuple[Any, ...] | None:
-    """What a graph has frozen of a weight. The dtype tells a cast weight that took the old address."""
-    return (value.data_ptr(), value.dtype) if isinstance(value, Tensor) else None
+_ADVICE = "after the graphs were captured: call reset(), then capture() anew"
