@@ -170,6 +170,26 @@ def test_weights_changed_in_place_are_the_ones_replayed(update, linear):
     assert relative_error(after, before) > 0.1
 
 
+@pytest.mark.parametrize("weights", ["checked", "announced"])
+@pytest.mark.parametrize("linear", ["auto", "plain"])
+@pytest.mark.parametrize(
+    "name", ["encoder.blocks.1.wqkv.weight", "patch_embed.pos_emb.weight", "encoder.blocks.0.norm1.bias"]
+)
+def test_a_small_edit_of_data_is_replayed_once_it_is_seen_or_announced(name, linear, weights):
+    options = EncoderOptions(linear=linear, weights=weights, position="cached")
+    tower, fresh = (small_tower(10, options=options) for _ in range(2))
+    runner, pixels = EncoderCudaGraphRunner(tower, [23], max_images=4), pixels_for(MIXED_GRIDS)
+    before = runner(pixels, MIXED_GRIDS)
+    for model in (tower, fresh):
+        part = model.get_parameter(name).data[6:10]
+        part += torch.randn(part.shape, generator=torch.Generator().manual_seed(0))
+    if weights == "announced":
+        tower.weights_changed()
+    after = runner(pixels, MIXED_GRIDS)
+    assert relative_error(after, eager(fresh, pixels, MIXED_GRIDS)) < 1e-5
+    assert relative_error(after, before) > 1e-3
+
+
 def replace_parameter(tower):
     tower.encoder.blocks[1].wo.weight = torch.nn.Parameter(tower.encoder.blocks[1].wo.weight.detach() * 2)
 

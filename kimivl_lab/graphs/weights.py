@@ -29,7 +29,7 @@ class CapturedWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._copies: list[tuple[weakref.ref[nn.Module], PackedCopy]] = []
+        self._copies: list[tuple[weakref.ref[nn.Linear], PackedCopy]] = []
         # Parents come first, so that a replaced layer is named before the weights in it. An owner is held and not its
         # dictionary, because that would keep the weights of a replaced layer.
         self._children: list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module], str]] = []
@@ -54,10 +54,10 @@ class CapturedWeights:
         """
         module = self._module()
         assert module is not None
-        layers = [
-            part for part in module.modules() if isinstance(part, FusedLinear) and part.packed.current is not None
+        linears = [
+            (weakref.ref(layer), packed_copy(layer)) for layer in module.modules() if isinstance(layer, nn.Linear)
         ]
-        self._copies = [(weakref.ref(layer), layer.packed) for layer in layers]
+        self._copies = [(ref, copy) for ref, copy in linears if copy is not None and copy.current is not None]
         return {id(copy.current): copy for _, copy in self._copies}
 
     def check(self) -> None:
