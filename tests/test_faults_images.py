@@ -1,19 +1,27 @@
 """Faults that image processors have had in public, one test or more a kind (rows A and B)."""
 
 import io
+import json
 import struct
+import subprocess
+import tarfile
+import traceback
 import warnings
+import zipfile
 import zlib
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, ImageSequence
 from transformers.image_utils import ChannelDimension
 
 from kimivl_lab.geometry import image_geometry
+from kimivl_lab.images.files import image_sizes
 from kimivl_lab.images.loading import MAX_IMAGE_PIXELS, ImageError, load_image
+from kimivl_lab.images.opening import IMAGE_FORMATS
 from kimivl_lab.images.processor import KimiVLImageProcessor
+from tests.image_files import chunk, png, tiff
 from tests.image_oracle import assert_same, noise, oracle, see_through
 
 processor = KimiVLImageProcessor()
@@ -382,3 +390,191 @@ def test_B8_booleans_are_a_1_bit_picture():
     image = noise(60, 50, "L").convert("1")
     assert_equal_outputs(np.array(image), image)
     assert set(processor(image).pixel_values.unique().tolist()) == {-1.0, 1.0}
+
+
+# Files: which are opened, and what is said about them
+
+
+@pytest.mark.parametrize("file_format", ["BMP", "PNG", "TIFF"])
+def test_members_of_a_tar_file_are_read_one_after_the_other(tmp_path, file_format):
+    """They share the position of one file."""
+    images = [noise(60 + index, 50, seed=index) for index in range(24)]
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        for index, image in enumerate(images):
+            file = io.BytesIO()
+            image.save(file, file_format)
+            member = tarfile.TarInfo(f"{index}.{file_format.lower()}")
+            member.size = len(file.getvalue())
+            tar.addfile(member, io.BytesIO(file.getvalue()))
+    for _ in range(3):
+        with tarfile.open(tmp_path / "images.tar") as tar:
+            files = [tar.extractfile(member) for member in tar]
+            batch = processor([Image.open(file) for file in files if file], num_threads=4)
+        assert_same(batch, *oracle(images))
+
+
+def test_members_of_a_zip_file_beside_paths_and_arrays(tmp_path):
+    images = [noise(60 + index, 50, seed=index) for index in range(12)]
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for index, image in enumerate(images):
+            image.save(tmp_path / f"{index}.bmp")
+            archive.write(tmp_path / f"{index}.bmp", f"{index}.bmp")
+    archive = zipfile.ZipFile(tmp_path / "images.zip")
+    sources = [
+        (Image.open(archive.open(f"{index}.bmp")), tmp_path / f"{index}.bmp", np.array(image))[index % 3]
+        for index, image in enumerate(images)
+    ]
+    batch = processor(sources, num_threads=4, input_data_format="channels_last")
+    assert_same(batch, *oracle(images))
+
+
+def test_one_file_object_behind_several_images():
+    file = io.BytesIO()
+    noise(90, 80).save(file, "PPM")
+    lazy = [Image.open(file) for _ in range(8)]
+    assert_same(processor(lazy, num_threads=4), *oracle([noise(90, 80)] * 8))
+
+
+def gif_of(folder, count=3):
+    frames = [noise(30, 30, seed=seed).quantize(64).convert("RGB") for seed in range(count)]
+    frames[0].save(folder / "frames.gif", save_all=True, append_images=frames[1:])
+    return folder / "frames.gif"
+
+
+def test_one_object_for_several_frames_is_refused(tmp_path):
+    path = gif_of(tmp_path)
+    with Image.open(path) as gif, pytest.raises(ImageError, match=r"image 1 .*frame 2.*frame\.copy\(\)"):
+        processor(list(ImageSequence.Iterator(gif)))
+    with Image.open(path) as gif:
+        copies = [frame.copy() for frame in ImageSequence.Iterator(gif)]
+    assert_same(processor(copies), *oracle([copy.convert("RGB") for copy in copies]))
+    for number, copy in enumerate(copies):
+        with Image.open(path) as gif:
+            gif.seek(number)
+            assert_same(processor([gif]), *oracle([copy.convert("RGB")]))
+    with Image.open(path) as gif:  # at the first frame nothing else can be meant
+        assert_same(processor([gif, gif]), *oracle([copies[0].convert("RGB")] * 2))
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 50 50\n%%EndComments\nshowpage\n"
+WMF = b"\xd7\xcd\xc6\x9a\0\0" + struct.pack("<4hH", 0, 0, 50, 50, 72) + bytes(6) + b"\x01\x00\x09\x00"
+GRIB = b"GRIB" + bytes(3) + b"\x01" + bytes(40)
+
+
+@pytest.mark.parametrize("content", [EPS, WMF, GRIB, b"%PDF-1.4\n", b"SIMPLE  =  T" + b" " * 80])
+def test_no_format_is_opened_that_starts_a_program(tmp_path, monkeypatch, content):
+    """By any name, in every way in."""
+    for start in ("Popen", "run", "call", "check_call", "check_output"):
+        monkeypatch.setattr(subprocess, start, lambda *arguments, **options: pytest.fail(f"started {arguments}"))
+    (tmp_path / "photo.jpg").write_bytes(content)
+    with pytest.raises(ImageError, match="not an image"):
+        processor(tmp_path / "photo.jpg")
+    assert image_sizes([tmp_path / "photo.jpg"])[0] == []
+    try:
+        lazy = Image.open(tmp_path / "photo.jpg")
+    except OSError:
+        return
+    with pytest.raises(ImageError, match=f"format {lazy.format} is not opened here"):
+        processor(lazy)
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"])
+def test_every_format_of_the_list_is_opened(tmp_path, file_format):
+    assert file_format in IMAGE_FORMATS and len(IMAGE_FORMATS) == 9
+    noise(60, 40).save(tmp_path / "image", file_format)
+    with Image.open(tmp_path / "image") as image:
+        wanted = oracle([image.convert("RGB")])
+    assert_same(processor(tmp_path / "image"), *wanted)
+    assert image_sizes([tmp_path / "image"]) == ([(60, 40)], [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["data:image/png;base64," + "A" * 2_000_000, "iVBORw0KGgo" * 200_000, "A" * 300, "data:image/gif;base64,R0lGOD"],
+    ids=len,
+)
+def test_base64_text_is_not_repeated(text):
+    with pytest.raises(ImageError, match="only paths are read") as caught:
+        processor([noise(9, 9), text])
+    assert str(caught.value).startswith("image 1 (") and len(str(caught.value)) < 250
+    assert len("".join(traceback.format_exception(caught.value))) < 10_000
+
+
+def with_corrupt_tag() -> bytes:
+    """A TIFF whose copyright is longer than the file, which Pillow warns of."""
+    content = tiff(np.array(noise(30, 30)), [(33432, [1] * 5)])
+    entry = struct.pack("<HHI", 33432, 3, 5)
+    assert content.count(entry) == 1
+    return content.replace(entry, struct.pack("<HHI", 33432, 3, 5_000_000))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_warnings_name_the_image(tmp_path, threads):
+    for name in ("a.tif", "b.tif"):
+        (tmp_path / name).write_bytes(with_corrupt_tag())
+    show = warnings.showwarning
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        processor([noise(9, 9), tmp_path / "a.tif", tmp_path / "b.tif"], num_threads=threads)
+        warnings.warn("ours", stacklevel=1)
+    messages = [str(warning.message) for warning in caught]
+    assert messages.pop() == "ours"
+    assert {message.partition("): ")[0] for message in messages} == {
+        f"image 1 ({tmp_path / 'a.tif'}",
+        f"image 2 ({tmp_path / 'b.tif'}",
+    }
+    assert warnings.showwarning is show
+    with warnings.catch_warnings(action="error"), pytest.raises(ImageError, match=r"^image 0 .*a\.tif\): "):
+        processor(tmp_path / "a.tif")
+
+
+@pytest.mark.parametrize("kind", [b"zTXt", b"iTXt"])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_header_and_decoder_agree_about_too_much_text(tmp_path, kind, where):
+    text = zlib.compress(b"x" * (2 << 20))
+    body = b"Comment\0\0" + text if kind == b"zTXt" else b"Comment\0\1\0\0\0" + text
+    image = noise(30, 30)
+    before, after = (chunk(kind, body), b"") if where == "before" else (b"", chunk(kind, body))
+    content = png(np.array(image), 8, 2, before=before, after=after)
+    (tmp_path / "text.png").write_bytes(content)
+    sizes, faults = image_sizes([tmp_path / "text.png"])
+    try:
+        assert_same(processor(tmp_path / "text.png"), *oracle([image]))
+    except ImageError as error:
+        assert "too large" in str(error) and not sizes and "too large" in faults[0]
+    else:
+        assert sizes == [(30, 30)] and not faults
+
+
+@pytest.mark.parametrize("count", [np.int64, np.uint8, np.array, torch.tensor])
+def test_numpy_numbers_are_settings_sizes_and_limits(count):
+    image = noise(90, 80, "RGBA")
+    given = {
+        "in_token_limit": count(9),
+        "patch_size": count(14),
+        "num_threads": count(2),
+        "max_image_pixels": np.int64(90_000),
+        "merge_kernel_size": np.array([2, 2]),
+        "image_mean": np.array([0.25, 0.5, 0.5], dtype=np.float32),
+        "image_std": np.array([0.5, 0.5, 2]),
+        "alpha": np.array([9, 8, 7], dtype=np.uint8),
+        "pad_input": np.True_,
+    }
+    plain = {"in_token_limit": 9, "image_mean": (0.25, 0.5, 0.5), "image_std": (0.5, 0.5, 2.0), "alpha": (9, 8, 7)}
+    wanted = processor(image, **plain)
+    assert torch.equal(processor(image, **given).pixel_values, wanted.pixel_values)
+    kept = KimiVLImageProcessor(**given)
+    assert torch.equal(kept(image).pixel_values, wanted.pixel_values)
+    assert KimiVLImageProcessor.from_dict(json.loads(kept.to_json_string())).to_dict() == kept.to_dict()
+    width, height = np.array([640, 480])
+    assert image_geometry(width, height, in_token_limit=count(99)) == image_geometry(640, 480, in_token_limit=99)
+    assert processor.get_number_of_image_patches(height, width) == 36 * 46
+
+
+@pytest.mark.parametrize(
+    "name", ["in_token_limit", "num_threads", "merge_kernel_size", "image_mean", "image_std", "alpha", "patch_size"]
+)
+def test_a_bool_is_no_number(name):
+    value = {"merge_kernel_size": (2, True), "alpha": (True, 0, 0)}.get(name, (0.5, True, 0.5))
+    with pytest.raises(ValueError, match=name):
+        processor(noise(9, 9), **{name: True if name in ("in_token_limit", "num_threads", "patch_size") else value})

@@ -50,7 +50,7 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
         )
         patches = sum(patch_counts(grids))
         generator = torch.Generator().manual_seed(options.seed)
-        qkv = torch.randn(patches, 3, config.num_attention_heads, config.head_dim, generator=generator)
+        qkv = torch.randn(patches, 3, config.num_attention_heads, config.head_dim, generator=generator, device="cpu")
         q, k, v = qkv.to(dtype).to(device).unbind(1)
         yield from compare(
             options,

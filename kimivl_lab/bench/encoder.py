@@ -78,7 +78,7 @@ def products(tower: MoonVitPretrainedModel) -> dict[str, Callable[[], object]]:
     once: dict[str, Callable[[], Tensor]] = {"matmul": matmul(tower.dtype, tower.device)}
     if packed_unavailable("amx", tower.device, tower.dtype) is None:
         size = once["matmul"]().shape[0]
-        x, weight = (torch.randn(size, size).to(tower.dtype) for _ in range(2))
+        x, weight = (torch.randn(size, size, device="cpu").to(tower.dtype) for _ in range(2))
         once["matmul, amx"] = partial(multiply, x, pack(weight), size, None, None, False)
     return {name: lambda run=run: [run() for _ in range(PRODUCTS)] for name, run in once.items()}
 

@@ -129,7 +129,7 @@ def batches(quick: bool, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
     found = {f"{len(names)} sample pictures": (pictures.pixel_values, pictures.image_grid_hws)}
     if not quick:
         grids: list[Grid] = [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 8, seed)]
-        found["8 pictures of COCO's sizes"] = (noise(grids, seed), torch.tensor(grids))
+        found["8 pictures of COCO's sizes"] = (noise(grids, seed), torch.tensor(grids, device="cpu"))
     return found
 
 

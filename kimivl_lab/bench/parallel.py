@@ -121,9 +121,8 @@ class RankBench:
 
     def rows(self, phase: str, case: str, grids: list[Grid], model: CostModel | None = None) -> Iterator[Row]:
         """Checks every mode on one batch and, but for the phase "check", times it."""
-        pixels = torch.randn(
-            sum(patch_counts(grids)), 3, 14, 14, generator=torch.Generator().manual_seed(self.options.seed)
-        )
+        generator = torch.Generator().manual_seed(self.options.seed)
+        pixels = torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=generator, device="cpu")
         runs = self._modes(pixels, grids, model)
         errors = self._errors(runs, self.exact(pixels, grids))
         timings = {} if phase == "check" else self._time(runs, few=len(pixels) > SMALL_PATCHES)

@@ -40,7 +40,7 @@ def reference_preprocess(
         pixels = normalise(to_tensor(pad_or_crop(resize(image, geometry), geometry)), image_mean, image_std)
         pixel_values.append(patchify(pixels, patch_size))
         grids.append(geometry.grid_hw)
-    return torch.cat(pixel_values), torch.tensor(grids, dtype=torch.int64)
+    return torch.cat(pixel_values), torch.tensor(grids, dtype=torch.int64, device="cpu")
 
 
 def resize(image: Image.Image, geometry: ImageGeometry) -> Image.Image:
@@ -66,7 +66,8 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 def normalise(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """(pixels - mean) / std for each channel of (3, H, W)."""
-    return (pixels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    means, stds = (torch.tensor(values, device="cpu").view(3, 1, 1) for values in (mean, std))
+    return (pixels - means) / stds
 
 
 def patchify(pixels: Tensor, patch_size: int) -> Tensor:

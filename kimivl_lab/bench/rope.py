@@ -55,7 +55,7 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
     for case, grids in cases(options.quick, options.seed).items():
         patches = sum(patch_counts(grids))
         generator = torch.Generator().manual_seed(options.seed)
-        qkv = torch.randn(patches, 3, config.num_attention_heads, config.head_dim, generator=generator)
+        qkv = torch.randn(patches, 3, config.num_attention_heads, config.head_dim, generator=generator, device="cpu")
         qkv = qkv.to(getattr(torch, options.dtype)).to(options.device)
         work = qkv.clone()[:, :2]  # "in_place" turns it on and on: the same work, and a rotation keeps the size
         cos_sin = Rope2DPosEmb(config.head_dim).get_cos_sin(grids, options.device)

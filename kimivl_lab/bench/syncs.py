@@ -60,7 +60,7 @@ def forwards(tower: MoonVitPretrainedModel, grids: list[Grid], away: Tensor, see
     """Each variant over `grids`, which are `away`, on the tower's device, where the variant wants them so."""
     pixels = noise(grids, seed)
     return {
-        name: partial(encode, tower, pixels, torch.tensor(grids) if name == "host" else away)
+        name: partial(encode, tower, pixels, torch.tensor(grids, device="cpu") if name == "host" else away)
         for name, encode in METADATA_VARIANTS.items()
     }
 
@@ -70,7 +70,7 @@ def pretended_counts(layers: int, images: int) -> dict[str, HostSyncCounter]:
     config = MoonViTConfig.preset("tiny", num_hidden_layers=layers, **_NARROW)
     tower = on_device(MoonVitPretrainedModel(config, _OPTIONS).eval(), pretended=True)
     grids: list[Grid] = [(4, 6)] * images
-    runs = forwards(tower, grids, on_device(torch.tensor(grids), pretended=True), seed=0)
+    runs = forwards(tower, grids, on_device(torch.tensor(grids, device="cpu"), pretended=True), seed=0)
     return {name: count_host_syncs(run, pretended=True) for name, run in runs.items()}
 
 

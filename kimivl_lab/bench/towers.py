@@ -31,4 +31,5 @@ def reference_and_tower(
 
 def noise(grids: list[Grid], seed: int) -> Tensor:
     """(L, 3, 14, 14) float32 pixels of unit variance, on the host."""
-    return torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=generator, device="cpu")

@@ -30,7 +30,7 @@ def upload_rate(options: argparse.Namespace) -> dict[str, float]:
     device = torch.device(options.device)
     if device.type == "cpu":
         return {"upload_gbps": round(copy_gbps(device), 2)}
-    host = torch.ones(64 * 2**20, dtype=torch.uint8).pin_memory()
+    host = torch.ones(64 * 2**20, dtype=torch.uint8, device="cpu").pin_memory()
     timing = time_interleaved({"copy": lambda: host.to(device, non_blocking=True)}, device=device, repeats=10)
     return {"upload_gbps": round(host.nbytes / timing["copy"].p20_ms / 1e6, 2)}
 
@@ -49,7 +49,7 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
         return embed.project(host.to(device, non_blocking=True))
 
     for patches in PATCHES[:2] if options.quick else PATCHES:
-        raw = torch.randint(0, 256, (patches, 3, 14, 14), dtype=torch.uint8)
+        raw = torch.randint(0, 256, (patches, 3, 14, 14), dtype=torch.uint8, device="cpu")
         normalised = (raw.float() / 255 - 0.5) / 0.5
         hosts = {"float32": normalised, "bfloat16": normalised.bfloat16(), "uint8": raw}
         if device.type == "cuda":

@@ -89,7 +89,7 @@ class MemoryPool:
         fitting = [index for index, block in enumerate(self._free) if block.nbytes >= nbytes]
         if fitting:
             return self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
-        block = torch.zeros(max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT, dtype=torch.uint8)
+        block = torch.zeros(max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT, dtype=torch.uint8, device="cpu")
         self.blocks.append(block)
         return block
 

@@ -15,6 +15,7 @@ that is too large is refused before it is decoded. `load_image` then does, in th
 Test: tests/test_image_processor.py, tests/test_faults_images.py.
 """
 
+import errno
 import io
 import os
 from collections.abc import Callable, Generator, Iterator
@@ -170,16 +171,16 @@ def _describe(source: ImageSource) -> str:
 
 def _printable(path: str | os.PathLike) -> str:
     name = os.fsdecode(path)
-    length = len(name)
-    name = name if name[:_SHOWN_CHARACTERS].isprintable() else repr(name[:_SHOWN_CHARACTERS])
-    return name if length <= _SHOWN_CHARACTERS else f"{name[:40]}... of {length:,} characters"
+    if len(name) > _SHOWN_CHARACTERS:
+        return f"{_printable(name[:40])}... of {len(name):,} characters"
+    return name if name.isprintable() else repr(name)
 
 
 def _reason(error: Exception, source: ImageSource) -> str:
     if isinstance(error, UnidentifiedImageError):
         empty = isinstance(source, str | os.PathLike) and not os.path.getsize(source)
         return "the file is empty" if empty else "not an image that is read here (JPEG, PNG, WebP, GIF, BMP, TIFF, ...)"
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ENAMETOOLONG:
         return "no such file (only paths are read: nothing comes from the network or from base64 text)"
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     text = " ".join(text.split())

@@ -78,7 +78,7 @@ def _encode(
         rope_cos_sin=cos_sin,
         cu_seqlens=_offsets(grid_hws),
         max_seqlen=max_seqlen,
-        merge_gather_idx=torch.empty(0, dtype=torch.int64),  # merged image by image
+        merge_gather_idx=torch.empty(0, dtype=torch.int64, device="cpu"),  # merged image by image
     )
     x = tower.patch_embed(upload(pixel_values, tower.device), pos_embeds)  # (L, D)
     x = tower.encoder(x, metadata, kernels)  # (L, D)

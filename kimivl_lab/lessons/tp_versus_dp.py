@@ -147,8 +147,8 @@ def time_collectives(sizes: Sequence[int], repeats: int) -> list[CollectivePoint
     """Every kind of collective that leaves each of `sizes` bytes on every rank."""
     group, points = init_group(), []
     for size in sizes:
-        whole = torch.zeros(size // 4)
-        own = torch.zeros(len(whole) // group.size())
+        whole = torch.zeros(size // 4, device="cpu")
+        own = torch.zeros(len(whole) // group.size(), device="cpu")
         runs = {
             "all_reduce": partial(all_reduce, whole, group),
             "all_gather": partial(all_gather, whole, own, group),
@@ -178,4 +178,5 @@ def _lengths_through(module: nn.Module) -> list[int]:
 
 def _noise(grids: Sequence[Grid], seed: int) -> Tensor:
     """(L, 3, 14, 14), different in every patch."""
-    return torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=generator, device="cpu")

@@ -31,7 +31,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples_ms: list[float]) -> "Timing":
-        p20, p50, p80 = torch.tensor(samples_ms, dtype=torch.float64).quantile(_PERCENTILES).tolist()
+        p20, p50, p80 = torch.tensor(samples_ms, dtype=torch.float64, device="cpu").quantile(_PERCENTILES).tolist()
         return cls(p20, p50, p80, len(samples_ms))
 
     def row(self) -> dict[str, float | int]:
@@ -44,7 +44,7 @@ class Timing:
         }
 
 
-_PERCENTILES = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+_PERCENTILES = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64, device="cpu")
 
 
 def round_orders(names: Sequence[str], rounds: int, seed: int | str = 0) -> Iterator[list[str]]:

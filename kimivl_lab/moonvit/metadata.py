@@ -143,14 +143,15 @@ def grid_arrays_reference(
     """
     kh, kw = merge_kernel_size
     offsets = _offsets(grid_hws, slots)
-    order, positions = [torch.empty(0, dtype=torch.int64)], [torch.empty((0, 2), dtype=torch.int64)]
+    order = [torch.empty(0, dtype=torch.int64, device="cpu")]
+    positions = [torch.empty((0, 2), dtype=torch.int64, device="cpu")]
     for start, (h, w) in zip(offsets, grid_hws, strict=False):
-        patches = torch.arange(start, start + h * w).view(h // kh, kh, w // kw, kw)
+        patches = torch.arange(start, start + h * w, device="cpu").view(h // kh, kh, w // kw, kw)
         order.append(patches.transpose(1, 2).flatten())
-        rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+        rows, columns = torch.meshgrid(torch.arange(h, device="cpu"), torch.arange(w, device="cpu"), indexing="ij")
         positions.append(torch.stack((columns, rows), dim=-1).flatten(0, 1))
     return {
-        "cu_seqlens": torch.tensor(offsets, dtype=torch.int32),
+        "cu_seqlens": torch.tensor(offsets, dtype=torch.int32, device="cpu"),
         "merge_gather_idx": torch.cat(order),
         "positions": torch.cat(positions).int(),
     }

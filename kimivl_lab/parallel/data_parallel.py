@@ -81,8 +81,8 @@ class DataParallelPlan:
             for image in images:
                 starts[image] = start
                 start += self.tokens[image]
-        spans = [torch.arange(start, start + count) for start, count in zip(starts, self.tokens, strict=True)]
-        return torch.cat(spans)
+        counts = zip(starts, self.tokens, strict=True)
+        return torch.cat([torch.arange(start, start + count, device="cpu") for start, count in counts])
 
 
 @torch.no_grad()
