@@ -31,11 +31,10 @@ from kimivl_lab.moonvit.layers import MoonVitEncoderLayer, ResolvedOptions
 from kimivl_lab.parallel.auto import AutoParallelTower
 from kimivl_lab.parallel.balance import Assignment
 from kimivl_lab.parallel.collectives import all_reduce, record_collectives
-from kimivl_lab.parallel.collectives_model import LinkCost
+from kimivl_lab.parallel.cost_model import LinkCost, assumed_cost_model
 from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
 from kimivl_lab.parallel.groups import init_group
 from kimivl_lab.parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from kimivl_lab.parallel.rates import assumed_cost_model
 from kimivl_lab.parallel.tensor_parallel import tensor_parallel, tensor_parallel_sizes
 from tests.conftest import pixels_for, relative_error, tiny_encoder
 

@@ -1,6 +1,5 @@
 """The cost model: formulas against counting, a fit that finds what made its points, and the choice that follows."""
 
-import json
 import statistics
 
 import numpy as np
@@ -10,16 +9,29 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kimivl_lab import MoonViTConfig
+from kimivl_lab.bench.fit_cost_model import (
+    CALIBRATION_GRIDS,
+    CollectivePoint,
+    MeasuredPoint,
+    fit_cost_model,
+    fit_links,
+    fit_nonnegative,
+    prediction_errors,
+)
 from kimivl_lab.geometry import patch_counts
 from kimivl_lab.moonvit.flops import tower_flops
 from kimivl_lab.parallel.balance import get_dp_encoder_lb_assignment
-from kimivl_lab.parallel.collectives_model import KINDS, CollectivePoint, LinkCost, fit_links, steps_and_bytes
-from kimivl_lab.parallel.cost_model import CALIBRATION_GRIDS, CostModel, MeasuredPoint, Prediction
-from kimivl_lab.parallel.least_squares import fit_nonnegative
-from kimivl_lab.parallel.rates import ASSUMED_RATES, MachineRates, assumed_cost_model, cost_model_by_formula
-from kimivl_lab.parallel.simulate import simulate_scaling
-from kimivl_lab.parallel.tensor_parallel import tensor_parallel_sizes
-from kimivl_lab.parallel.tower_work import TowerWork
+from kimivl_lab.parallel.cost_model import (
+    ASSUMED_RATES,
+    CostModel,
+    LinkCost,
+    MachineRates,
+    Prediction,
+    assumed_cost_model,
+    cost_model_by_formula,
+    simulate_scaling,
+)
+from kimivl_lab.parallel.work import COLLECTIVES, TowerWork, steps_and_bytes
 
 PUBLISHED, LAB = MoonViTConfig.preset("kimi-vl-a3b"), MoonViTConfig.preset("lab")
 WORK = TowerWork.of(LAB, torch.float32)
@@ -68,19 +80,13 @@ def test_54_all_reduces_against_one_gather():
 def test_flops_are_the_towers(grids):
     counting = CostModel(WORK, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, {}, "FLOPs for seconds")
     flops = tower_flops(LAB, grids)
-    assert counting.predict_single(patch_counts(grids)).compute == flops["linear"] + flops["attention"]
-
-
-@pytest.mark.parametrize("config", [PUBLISHED, LAB])
-def test_the_model_cuts_where_the_tower_can_be_cut(config):
-    work = TowerWork.of(config, torch.bfloat16)
-    assert [ranks for ranks in range(1, 65) if work.divides_by(ranks)] == tensor_parallel_sizes(config)
+    assert counting.predict("single", patch_counts(grids), 1).compute == flops["linear"] + flops["attention"]
 
 
 def test_tensor_parallel_where_heads_do_not_divide_is_refused():
     for ranks in (0, 3, 8):
-        with pytest.raises(ValueError, match=f"4 heads and 1076 MLP columns to divide by the ranks, got {ranks}"):
-            MODEL.predict_tp([64], ranks)
+        with pytest.raises(ValueError, match=f"{ranks} ranks cannot .* legal sizes are 1, 2, 4"):
+            MODEL.predict("tensor", [64], ranks)
 
 
 # --- collectives -----------------------------------------------------------------------------------------------------
@@ -117,7 +123,7 @@ def test_gathers_pass_on_and_broadcasts_double(ranks, levels):
 
 def test_latency_and_bandwidth_are_found():
     found = fit_links(collectives_of(LINKS))
-    assert found.keys() == set(KINDS)
+    assert found.keys() == set(COLLECTIVES)
     for kind, link in LINKS.items():
         assert (found[kind].alpha, found[kind].beta) == pytest.approx((link.alpha, link.beta))
 
@@ -128,7 +134,7 @@ def test_unknown_collectives_are_refused():
     with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
         steps_and_bytes("broadcast", 0, 4)
     with pytest.raises(ValueError, match="knows no all_gather, only broadcast: measure it"):
-        CostModel(WORK, 0, 0, 0, 1, 1, 0, {"broadcast": LinkCost(1, 1)}, "half").predict_dp([4, 4], 2)
+        CostModel(WORK, 0, 0, 0, 1, 1, 0, {"broadcast": LinkCost(1, 1)}, "half").predict("data", [4, 4], 2)
 
 
 # --- least squares ---------------------------------------------------------------------------------------------------
@@ -161,9 +167,9 @@ def test_values_must_be_measured_times(values):
 
 
 def test_one_image_on_more_ranks_only_waits_for_its_broadcast():
-    alone = MODEL.predict_single([1024])
+    alone = MODEL.predict("single", [1024], 1)
     assert alone == Prediction(5e-3 + MODEL.image_cost(1024), 0.0)
-    shared = MODEL.predict_dp([1024], 8)
+    shared = MODEL.predict("data", [1024], 8)
     assert shared.compute == alone.compute
     assert shared.collectives == 4e-4 + LINKS["broadcast"].seconds("broadcast", 8, WORK.activation_bytes(1024))
 
@@ -173,28 +179,30 @@ def test_data_parallel_waits_for_the_slowest_rank_and_pads_to_the_longest():
     sizes = [4096] + [64] * 80
     quick = CostModel(WORK, 5e-3, 0.0, 0.0, 1e-13, 8e-12, 0.0, LINKS, "attention is what counts")
     placed = get_dp_encoder_lb_assignment(sizes, 2)._replace(order=list(range(81)), counts=[1, 80])
-    got = quick.predict_dp(sizes, 2, placed)
+    got = quick.predict("data", sizes, 2, placed.by_rank)
     assert got.compute == pytest.approx(5e-3 + quick.image_cost(4096))
     assert got.collectives == LINKS["all_gather"].seconds("all_gather", 2, 2 * WORK.activation_bytes(80 * 64))
-    assert quick.predict_dp(sizes, 2).compute <= quick.predict_dp(sizes, 2, placed).compute
+    assert quick.predict("data", sizes, 2).compute <= quick.predict("data", sizes, 2, placed.by_rank).compute
 
 
 def test_tensor_parallel_divides_products_and_nothing_else():
     sizes = [1024, 576]
-    free = CostModel(WORK, 5e-3, 1e-3, 3e-5, 6e-12, 8e-12, 0.0, {kind: LinkCost(0, 0) for kind in KINDS}, "free links")
+    free = CostModel(
+        WORK, 5e-3, 1e-3, 3e-5, 6e-12, 8e-12, 0.0, {kind: LinkCost(0, 0) for kind in COLLECTIVES}, "free links"
+    )
     products = 6e-12 * WORK.linear_flops * 1600 + 8e-12 * WORK.attention_flops * (1024**2 + 576**2)
     rest = 5e-3 + 2 * 1e-3 + 1600 * 3e-5
     for ranks in (1, 2, 4):
-        assert free.predict_tp(sizes, ranks).seconds == pytest.approx(rest + products / ranks)
+        assert free.predict("tensor", sizes, ranks).seconds == pytest.approx(rest + products / ranks)
     one = LINKS["all_reduce"].seconds("all_reduce", 2, 1600 * 288 * 4)
-    assert MODEL.predict_tp(sizes, 2).collectives == pytest.approx(12 * (4e-4 + one))
+    assert MODEL.predict("tensor", sizes, 2).collectives == pytest.approx(12 * (4e-4 + one))
 
 
 @given(st.lists(st.integers(1, 4096), max_size=6))
 def test_one_rank_is_one_rank_in_every_mode(sizes):
-    alone = MODEL.predict_single(sizes)
-    assert MODEL.predict_tp(sizes, 1) == alone
-    assert MODEL.predict_dp(sizes, 1).seconds == pytest.approx(alone.seconds)
+    alone = MODEL.predict("single", sizes, 1)
+    assert MODEL.predict("tensor", sizes, 1) == alone
+    assert MODEL.predict("data", sizes, 1).seconds == pytest.approx(alone.seconds)
 
 
 @pytest.mark.parametrize(
@@ -223,45 +231,34 @@ rates = st.tuples(
 @given(rates)
 def test_the_fit_finds_the_machine_that_made_its_points(wanted):
     truth = CostModel(WORK, *wanted, links=LINKS, source="truth")
-    found = CostModel.fit(LAB, torch.float32, list(points_of(truth)), collectives_of(LINKS), source="fitted")
+    found = fit_cost_model(LAB, torch.float32, list(points_of(truth)), collectives_of(LINKS), source="fitted")
     assert found.measured_ranks == (1, 2) and found.source == "fitted"
     others = points_of(truth, [[576, 576, 100], [3000], [64] * 5 + [2048] * 3], ranks=4)
-    assert max(map(abs, found.validate(list(others)))) < 1e-3
+    assert max(map(abs, prediction_errors(found, list(others)))) < 1e-3
 
 
 def test_the_fit_withstands_noise():
     generator = np.random.default_rng(0)
     noise = lambda: float(generator.uniform(0.9, 1.1))  # noqa: E731
     points = list(points_of(MODEL, noise=noise))
-    found = CostModel.fit(LAB, torch.float32, points, collectives_of(LINKS, noise), source="noisy")
+    found = fit_cost_model(LAB, torch.float32, points, collectives_of(LINKS, noise), source="noisy")
     fresh = list(points_of(MODEL, [[3000], [100, 900, 1600], [400] * 6]))
-    assert statistics.median(map(abs, found.validate(fresh))) < 0.05
-    assert max(map(abs, found.validate(points))) < 0.2
+    assert statistics.median(map(abs, prediction_errors(found, fresh))) < 0.05
+    assert max(map(abs, prediction_errors(found, points))) < 0.2
 
 
 def test_points_without_collectives_or_without_points_are_refused():
     with pytest.raises(ValueError, match="knows no"):
-        CostModel.fit(LAB, torch.float32, list(points_of(MODEL)), source="no collectives")
+        fit_cost_model(LAB, torch.float32, list(points_of(MODEL)), source="no collectives")
     with pytest.raises(ValueError, match="needs measured points, got none"):
-        CostModel.fit(LAB, torch.float32, [], source="nothing")
+        fit_cost_model(LAB, torch.float32, [], source="nothing")
 
 
 def test_single_points_alone_are_enough_for_a_balance():
     alone = [point for point in points_of(MODEL) if point.mode == "single"]
-    found = CostModel.fit(LAB, torch.float32, alone, source="one rank")
-    assert max(map(abs, found.validate(alone))) < 1e-6
+    found = fit_cost_model(LAB, torch.float32, alone, source="one rank")
+    assert max(map(abs, prediction_errors(found, alone))) < 1e-6
     assert found.image_cost(1000) == pytest.approx(MODEL.image_cost(1000))
-
-
-def test_a_saved_model_is_the_same(tmp_path):
-    MODEL.save(tmp_path / "model.json")
-    assert CostModel.load(tmp_path / "model.json") == MODEL
-    fields = json.loads((tmp_path / "model.json").read_text())
-    assert fields["source"] == "made up"
-    for name in ("work", "meet_s"):
-        (tmp_path / "other.json").write_text(json.dumps({key: fields[key] for key in fields if key != name}))
-        with pytest.raises(ValueError, match=f"other.json holds no cost model of this version.*{name}"):
-            CostModel.load(tmp_path / "other.json")
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -281,14 +278,14 @@ def test_the_choice_is_the_faster_of_what_can_run(sizes, ranks):
     if ranks in (1, 3, 16):
         assert chosen == "data"
     else:
-        tensor, data = MODEL.predict_tp(sizes, ranks).seconds, MODEL.predict_dp(sizes, ranks).seconds
+        tensor, data = MODEL.predict("tensor", sizes, ranks).seconds, MODEL.predict("data", sizes, ranks).seconds
         assert chosen == ("tensor" if tensor < data else "data")
 
 
 def test_crossover_is_the_ratio_of_the_two():
     ratios = MODEL.crossover([64, 4096], [1, 2, 8], 2)
     assert ratios.shape == (3, 2)
-    assert ratios[1, 1] == MODEL.predict_tp([4096] * 2, 2).seconds / MODEL.predict_dp([4096] * 2, 2).seconds
+    assert ratios[1, 1] == MODEL.predict("tensor", [4096] * 2, 2).seconds / MODEL.predict("data", [4096] * 2, 2).seconds
     assert ratios[0, 1] < 1 < ratios[2].min()
     assert ratios[0, 0] > 1, "a small image is not worth its all-reduces"
 
@@ -302,7 +299,9 @@ def test_by_formula_nothing_is_faster_than_the_rates():
     flops = sum(tower_flops(PUBLISHED, [(64, 64)]).values())
     norms_and_residuals = 27 * 10 * 4096 * 1152 * 2
     weights = 27 * (4 * 1152**2 + 2 * 1152 * 4304) * 2
-    assert model.predict_single([4096]).seconds == pytest.approx(flops / 1e12 + (norms_and_residuals + weights) / 1e11)
+    assert model.predict("single", [4096], 1).seconds == pytest.approx(
+        flops / 1e12 + (norms_and_residuals + weights) / 1e11
+    )
     assert model.source == "spec sheet" and model.measured_ranks == ()
 
 

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from kimivl_lab import EncoderCudaGraphRunner
 from kimivl_lab.graphs.guards import GraphCaptureError
 from kimivl_lab.graphs.trace import TraceBackend
-from kimivl_lab.measure.launch import run_ranks
+from kimivl_lab.measure.ranks import run_ranks
 from kimivl_lab.moonvit.model import MoonVitPretrainedModel
 from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
 from kimivl_lab.parallel.groups import init_group

@@ -10,10 +10,10 @@ from kimivl_lab import MoonViTConfig
 from kimivl_lab.bench.fit_cost_model import CALIBRATION, collective_points, fit_record, predict
 from kimivl_lab.bench.parallel import check, summary
 from kimivl_lab.geometry import patch_counts
-from kimivl_lab.measure.launch import run_ranks
+from kimivl_lab.measure.ranks import run_ranks
 from kimivl_lab.parallel.balance import QuadraticCost, balance_by_cost
-from kimivl_lab.parallel.collectives_model import KINDS
-from kimivl_lab.parallel.rates import assumed_cost_model
+from kimivl_lab.parallel.cost_model import assumed_cost_model
+from kimivl_lab.parallel.work import COLLECTIVES
 from tests.parallel_worker import SLEEP_S, time_uneven_ranks
 
 CONFIG = MoonViTConfig.preset("tiny")
@@ -39,7 +39,7 @@ def test_every_mode_is_checked_on_every_rank():
 def rows_of(model, ranks=2):
     """A record that `model` would be right about."""
     rows = []
-    for kind in KINDS:
+    for kind in COLLECTIVES:
         for size in (4096, 2**20):
             milliseconds = 1e3 * model.links[kind].seconds(kind, ranks, size)
             row = {"case": f"{size}", "variant": kind, "phase": "collective", "collective_bytes": float(size)}
@@ -56,9 +56,9 @@ def rows_of(model, ranks=2):
 
 
 def test_a_record_gives_its_cost_model_back():
-    model = replace(assumed_cost_model(CONFIG, torch.float32), image_s=1e-4, meet_s=1e-4)
+    model = replace(assumed_cost_model(CONFIG, torch.float32), image_s=1e-4, sync_overhead_s=1e-4)
     rows = rows_of(model)
-    assert len(collective_points(rows)) == 2 * len(KINDS)
+    assert len(collective_points(rows)) == 2 * len(COLLECTIVES)
     fitted = fit_record(rows, "tiny", torch.float32, "made up")
     for mode in ("single", "data", "tensor", "auto"):
         grids = [(24, 24), (6, 8), (12, 12)]

@@ -20,7 +20,7 @@ from torch import nn
 from kimivl_lab import EncoderCudaGraphRunner, KimiVLEncoder
 from kimivl_lab.graphs.guards import GraphCaptureError
 from kimivl_lab.kimi_vl.encoder import KimiVLMultiModalProjector
-from kimivl_lab.measure.launch import run_ranks
+from kimivl_lab.measure.ranks import run_ranks
 from kimivl_lab.parallel import calls
 from kimivl_lab.parallel.calls import rank_errors, same_call
 from kimivl_lab.parallel.collectives import all_gather, all_reduce

@@ -4,6 +4,8 @@ import multiprocessing
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 from queue import Empty
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from kimivl_lab import MoonViTConfig
-from kimivl_lab.measure.launch import run_ranks
+from kimivl_lab.measure.ranks import run_ranks
 from kimivl_lab.parallel.groups import RankError, init_group
 from kimivl_lab.parallel.linear import check_plain
 from kimivl_lab.parallel.tensor_parallel import check_tensor_parallel_size, tensor_parallel, tensor_parallel_sizes
@@ -181,3 +183,25 @@ def test_the_launcher_names_the_rank_that_failed_and_keeps_the_signal_handlers()
     with pytest.raises(ChildFailedError, match=r"rank\s+: 1[\s\S]*no picture"):
         run_ranks(fail_on_rank_1, 2)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+GUARD = 'if __name__ == "__main__":\n    '
+CALL = "print(len(set(run_ranks(os.getpid, 2))))\n"
+
+
+@pytest.mark.parametrize("text", [CALL, f"def main():\n    {CALL}\nmain()\n", f"{GUARD}pass\n{CALL}"])
+def test_a_script_without_a_main_guard_reads_the_reason_first(tmp_path, text):
+    done = run_script(tmp_path, text)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert len(lines) < 15 and sum("Traceback" in line for line in lines) == 1
+    assert "script.py, line" in lines[-1] and '__name__ == "__main__"' in lines[-1]
+
+
+def test_a_script_with_a_main_guard_starts_ranks(tmp_path):
+    assert run_script(tmp_path, f"def main():\n    {CALL}\n{GUARD}main()\n").stdout == "2\n"
+
+
+def run_script(folder, text):
+    (folder / "script.py").write_text(f"import os\n\nfrom kimivl_lab.measure.ranks import run_ranks\n\n{text}")
+    return subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=120)

@@ -10,7 +10,7 @@ from kimivl_lab.lessons.tp_versus_dp import (
     time_collectives,
     time_modes,
 )
-from kimivl_lab.measure.launch import run_ranks
+from kimivl_lab.measure.ranks import run_ranks
 
 CONFIG = KimiVLConfig.preset("tiny")
 GRIDS = [(4, 6), (2, 2), (8, 4)]

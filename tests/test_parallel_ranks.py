@@ -7,7 +7,7 @@ import torch
 
 from kimivl_lab import KimiVLConfig
 from kimivl_lab.geometry import patch_counts
-from kimivl_lab.measure.launch import run_ranks
+from kimivl_lab.measure.ranks import run_ranks
 from tests.conftest import tiny_encoder
 from tests.parallel_worker import COUNTS, GRIDS, encode_on_gpus, run_cases
 

@@ -10,7 +10,7 @@ from matplotlib.patches import Circle, Rectangle
 
 from kimivl_lab import MoonViTConfig
 from kimivl_lab.measure.timing import Timing
-from kimivl_lab.parallel.simulate import ScalingPoint
+from kimivl_lab.parallel.cost_model import ScalingPoint
 from kimivl_lab.plots import cost_model, parallel
 from tests.drawing import drawing, words  # noqa: F401
 

@@ -32,20 +32,18 @@ from ..config import EncoderOptions, MoonViTConfig
 from ..datasets import draw_sizes
 from ..geometry import Grid, image_geometry, patch_counts
 from ..measure.accuracy import checked_errors
-from ..measure.launch import run_ranks
 from ..measure.provenance import device_name
-from ..measure.ranks import RankTiming, time_on_ranks
+from ..measure.ranks import RankTiming, run_ranks, time_on_ranks
 from ..measure.records import Recorder
 from ..moonvit.model import MoonVitPretrainedModel
 from ..parallel.auto import AutoParallelTower
 from ..parallel.collectives import all_gather, all_reduce, broadcast
-from ..parallel.collectives_model import fit_links
 from ..parallel.cost_model import CostModel
 from ..parallel.data_parallel import run_dp_sharded_vision_model
 from ..parallel.groups import init_group
 from ..parallel.tensor_parallel import tensor_parallel, tensor_parallel_sizes
 from . import harness
-from .fit_cost_model import CALIBRATION, Row, collective_points, fit_record, predict
+from .fit_cost_model import CALIBRATION, Row, collective_points, fit_links, fit_record, predict
 
 Runs = dict[str, Callable[[], Any]]
 

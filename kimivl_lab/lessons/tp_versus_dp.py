@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..bench.fit_cost_model import CollectivePoint, MeasuredPoint
 from ..config import KimiVLConfig, MoonViTConfig
 from ..geometry import Grid, patch_counts
 from ..kimi_vl.encoder import KimiVLEncoder
@@ -22,8 +23,6 @@ from ..measure.timing import Timing
 from ..moonvit.model import MoonVitPretrainedModel
 from ..parallel.balance import QuadraticCost, balance_by_cost, get_dp_encoder_lb_assignment, round_robin_assignment
 from ..parallel.collectives import Collective, all_gather, all_reduce, broadcast, record_collectives
-from ..parallel.collectives_model import CollectivePoint
-from ..parallel.cost_model import MeasuredPoint
 from ..parallel.data_parallel import run_dp_sharded_vision_model
 from ..parallel.groups import RankError, init_group
 from ..parallel.linear import RowParallelLinear

@@ -1,24 +1,125 @@
-"""Timing on several ranks at once: variants in turn, every run from a barrier, and the slowest rank counts.
+"""Ranks on this machine: starting them by torchrun's own launcher, and timing variants on all of them at once.
 
-What a rank waits for in a collective is of two kinds: the transfer, and the ranks that come later. The last one to come
-waits for the transfer only, so the least over the ranks is the transfer, and the spread of the ranks' own work, the
-skew, is the rest.
+A rank that fails ends the others, and the error says which it was, with its traceback.
+
+Of variants in turn, every run starts from a barrier and the slowest rank counts. A rank waits in a collective for two
+things: the transfer, and the ranks that come later. The last rank to arrive waits only for the transfer. So the
+transfer is the minimum over the ranks, and the skew is the spread of the ranks' own work.
+
+Test: tests/test_parallel_bench.py, tests/test_parallel_failures.py.
 """
 
+import ast
+import multiprocessing
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from statistics import median
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..parallel.collectives import record_collectives
 from .timing import Timing, round_orders
 
+Result = TypeVar("Result")
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # the launcher takes them and does not give them back
 _SPLIT_ROUNDS = 2  # counting collectives waits for each, so these rounds are not among the timed ones
+
+
+def run_ranks(worker: Callable[..., Result], ranks: int, *args: object, threads: int = 1) -> list[Result]:
+    """Calls `worker(*args)` in `ranks` processes, each of `threads` threads; their results, by rank.
+
+    The processes fork from a server that has imported torch and this package, so that they start in no time.
+
+    Args:
+        worker: a function of a module (not of a notebook's cell) that begins with `init_group`.
+        args: picklable, as are the results.
+
+    Raises:
+        RuntimeError: a script calls this outside of `if __name__ == "__main__":`. Each rank imports the script, and
+            would start ranks in turn.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed; it is named.
+    """
+    _require_main_guard()
+    start_method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    if start_method == "forkserver":
+        multiprocessing.set_forkserver_preload(["kimivl_lab.kimi_vl.encoder", worker.__module__])
+    with TemporaryDirectory() as logs, _handlers_restored():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.02,
+            start_method=start_method,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
+        results = elastic_launch(config, _begin)(threads, worker, *args)
+    return [results[rank] for rank in range(ranks)]
+
+
+def _begin(threads: int, worker: Callable[..., Result], *args: object) -> Result:
+    torch.set_num_threads(threads)
+    result = worker(*args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
+
+
+def _require_main_guard() -> None:
+    """RuntimeError if the script that is running came here by a line that its ranks would run too.
+
+    Python says so as well, from within every rank, below a hundred lines of tracebacks.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            break
+        frame = frame.f_back
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if frame is None or not script.is_file() or frame.f_code.co_filename != str(script):
+        return  # a notebook, `python -c` or a debugger: the ranks import no script
+    try:
+        tree = ast.parse(script.read_bytes())
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
+        around = isinstance(node, ast.If) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0)
+        if around and any(isinstance(name, ast.Name) and name.id == "__name__" for name in ast.walk(node.test)):
+            return
+    raise RuntimeError(
+        f'{script}, line {frame.f_lineno}: put this call under `if __name__ == "__main__":`. Each rank imports the '
+        f"script, and without that line would start ranks in turn"
+    )
+
+
+@contextmanager
+def _handlers_restored() -> Generator[None]:
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from ..geometry import Grid, as_grid_list, patch_counts
 from ..moonvit.model import MoonVitPretrainedModel
 from .balance import balance_by_cost
 from .calls import rank_errors
-from .cost_model import CostModel
+from .cost_model import CostModel, assumed_cost_model
 from .data_parallel import run_dp_sharded_vision_model
 from .groups import SharedGroup, check_group
-from .rates import assumed_cost_model
 from .tensor_parallel import tensor_parallel, tensor_parallel_sizes
 
 

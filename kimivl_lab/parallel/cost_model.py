@@ -8,60 +8,44 @@
 
 n are an image's patches. Tensor parallel divides the linear layers and what works on a rank's own heads or columns:
 attention, rope, activation. Norms, residuals, the patch and position embedding and the merge run on every rank: they
-are `patch`. Each collective costs its latency and bandwidth, and `meet`, the wait for ranks that never come together.
-These six rates and the links are all there is. They come from a fit on measured forwards, of `CALIBRATION_GRIDS` at
-least, or from assumed rates that say so.
+are `patch`. Each collective costs its latency and bandwidth, and `sync_overhead_s`: in a forward no two ranks arrive
+at the same time.
 
+The rates come from a fit on measured forwards (`kimivl_lab.bench.fit_cost_model`), or are assumed and say so.
 Everything is a function of host integers: ranks that hold the same model choose the same without a message.
+
+Test: tests/test_cost_model.py. Record: parallel__*.csv (phases "calibration" and "sweep").
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from math import fsum
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..config import MoonViTConfig
-from ..geometry import Grid
-from .balance import Assignment, balance_by_cost
-from .collectives_model import CollectivePoint, LinkCost, fit_links
-from .least_squares import fit_nonnegative
-from .tower_work import TowerWork
+from ..moonvit.flops import tower_flops
+from .balance import balance_by_cost
+from .work import COLLECTIVES, TowerWork, steps_and_bytes
 
-CALIBRATION_GRIDS: tuple[tuple[Grid, ...], ...] = (
-    ((8, 8),),
-    ((16, 16),),
-    ((32, 32),),
-    ((48, 48),),
-    ((64, 64),),
-    ((8, 8),) * 32,
-    ((16, 16),) * 8,
-    ((32, 32),) * 4,
-    ((64, 64), (16, 16), (16, 16)),
-)  # one image and many, small and large: measured in every mode, these batches tell the rates apart
-_FIT_ROUNDS = 5
+RATES = ("call_s", "image_s", "patch_s", "linear_s_per_flop", "attention_s_per_flop")
+WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_KERNELS_PER_LAYER = 10
+_PASSES_PER_LAYER = 10  # of D numbers a patch: 2 norms read and write, 2 residuals read twice and write
 
 
 @dataclass(frozen=True)
-class MeasuredPoint:
-    """One measured forward of a batch.
+class LinkCost:
+    """Latency and transfer time of one step of a collective: `alpha` in seconds, `beta` in seconds a byte."""
 
-    Attributes:
-        mode: "single", "data" or "tensor".
-        sizes: patches of each image, in the order of the batch.
-        ranks: world size; 1 for "single".
-        seconds: until the slowest rank has the features of all images (median of repeats).
-        by_rank: of mode "data", the images of each rank (`Assignment.by_rank`); None: as `balance_by_cost` places them.
-    """
+    alpha: float
+    beta: float
 
-    mode: str
-    sizes: Sequence[int]
-    ranks: int
-    seconds: float
-    by_rank: Sequence[Sequence[int]] | None = None
+    def seconds(self, kind: str, ranks: int, size: int) -> float:
+        """Of one collective that leaves `size` bytes on every rank; 0 on one rank. `kind`: see `steps_and_bytes`."""
+        steps, sent = steps_and_bytes(kind, ranks, size)
+        return self.alpha * steps + self.beta * sent
 
 
 @dataclass(frozen=True)
@@ -84,7 +68,7 @@ class CostModel:
         call_s, image_s: seconds of a forward whatever is in it, and of each image.
         patch_s: of each patch, outside of what tensor parallel divides.
         linear_s_per_flop, attention_s_per_flop: of what it divides.
-        meet_s: of each collective in a forward, beyond what it takes when ranks do nothing else.
+        sync_overhead_s: of each collective in a forward, beyond what it takes when ranks do nothing else.
         links: of each kind of collective.
         source: where the numbers come from, in words for a plot.
         measured_ranks: world sizes among the fitted points; predictions at others are simulation.
@@ -96,44 +80,38 @@ class CostModel:
     patch_s: float
     linear_s_per_flop: float
     attention_s_per_flop: float
-    meet_s: float
+    sync_overhead_s: float
     links: dict[str, LinkCost]
     source: str
     measured_ranks: tuple[int, ...] = ()
 
     def image_cost(self, patches: int) -> float:
         """Seconds that one image adds to the forward of the rank that encodes it: what to balance by."""
-        return self._seconds((0, *self._amounts([patches])[1:]))
-
-    def predict_single(self, sizes: Sequence[int]) -> Prediction:
-        """One rank alone. `sizes`: patches of each image."""
-        return self.predict("single", sizes, 1)
-
-    def predict_dp(self, sizes: Sequence[int], ranks: int, assignment: Assignment | None = None) -> Prediction:
-        """Data parallel, the images placed by `assignment`, or by `balance_by_cost` on this model when None."""
-        return self.predict("data", sizes, ranks, assignment and assignment.by_rank)
-
-    def predict_tp(self, sizes: Sequence[int], ranks: int) -> Prediction:
-        """Tensor parallel."""
-        return self.predict("tensor", sizes, ranks)
+        return self.seconds_of((0, *self._amounts([patches])[1:]))
 
     def predict(
         self, mode: str, sizes: Sequence[int], ranks: int, by_rank: Sequence[Sequence[int]] | None = None
     ) -> Prediction:
-        """What `MeasuredPoint` with the same arguments should measure.
+        """Seconds of one forward, as a measurement with the same arguments should find them.
+
+        Args:
+            mode: "single", "data" or "tensor".
+            sizes: patches of each image.
+            ranks: world size; 1 for "single".
+            by_rank: of mode "data", the images of each rank; by default as `balance_by_cost` places them.
 
         Raises:
-            ValueError: an unknown mode, "single" on several ranks, "tensor" where heads or MLP columns do not divide,
+            ValueError: an unknown mode, "single" on several ranks, "tensor" on ranks that cannot share the tower,
                 images placed on another number of ranks, or a collective that the model does not know.
         """
-        amounts, meetings, links = self._terms(mode, sizes, ranks, by_rank)
-        return Prediction(self._seconds(amounts), meetings * self.meet_s + links)
+        amounts, collectives, links = self.terms(mode, sizes, ranks, by_rank)
+        return Prediction(self.seconds_of(amounts), collectives * self.sync_overhead_s + links)
 
     def choose(self, sizes: Sequence[int], ranks: int) -> str:
         """ "data" or "tensor", whichever is predicted to be faster; "data" where tensor parallel cannot run."""
-        if ranks == 1 or not self.work.divides_by(ranks):
+        if ranks == 1 or ranks not in self.work.tensor_parallel_sizes:
             return "data"
-        tensor, data = self.predict_tp(sizes, ranks), self.predict_dp(sizes, ranks)
+        tensor, data = self.predict("tensor", sizes, ranks), self.predict("data", sizes, ranks)
         return "tensor" if tensor.seconds < data.seconds else "data"
 
     def crossover(self, sizes: Sequence[int], counts: Sequence[int], ranks: int) -> np.ndarray:
@@ -144,104 +122,44 @@ class CostModel:
         ratios = np.empty((len(counts), len(sizes)))
         for row, count in enumerate(counts):
             for column, size in enumerate(sizes):
-                batch = [size] * count
-                ratios[row, column] = self.predict_tp(batch, ranks).seconds / self.predict_dp(batch, ranks).seconds
+                tensor, data = (self.predict(mode, [size] * count, ranks) for mode in ("tensor", "data"))
+                ratios[row, column] = tensor.seconds / data.seconds
         return ratios
 
-    def validate(self, points: Sequence[MeasuredPoint]) -> list[float]:
-        """Predicted over measured seconds of each point, less 1: 0.1 is predicted 10 % too slow."""
-        predicted = [self.predict(point.mode, point.sizes, point.ranks, point.by_rank) for point in points]
-        return [one.seconds / point.seconds - 1 for one, point in zip(predicted, points, strict=True)]
-
-    @classmethod
-    def fit(
-        cls,
-        config: MoonViTConfig,
-        dtype: torch.dtype,
-        points: Sequence[MeasuredPoint],
-        collectives: Sequence[CollectivePoint] = (),
-        *,
-        source: str,
-    ) -> "CostModel":
-        """The model closest to measured forwards, by relative least squares; collectives are fitted first, alone.
-
-        Args:
-            points: forwards of one machine, of `CALIBRATION_GRIDS` at least: batches that are alike cannot tell the
-                rates apart, and only tensor parallel tells `patch_s` from the linear layers.
-            collectives: of each kind that the points' forwards run, over the sizes they run.
-            source: device and date, in words for a plot.
-
-        Raises:
-            ValueError: no points, or one that `predict` refuses.
-        """
-        if not points:
-            raise ValueError("a fit needs measured points, got none")
-        ranks = tuple(sorted({point.ranks for point in points}))
-        model = cls(TowerWork.of(config, dtype), 0.0, 0.0, 0.0, 1e-9, 1e-9, 0.0, fit_links(collectives), source, ranks)
-        for _ in range(_FIT_ROUNDS):  # which rank is slowest depends on the rates
-            terms = [model._terms(point.mode, point.sizes, point.ranks, point.by_rank) for point in points]
-            *rates, meet_s = fit_nonnegative(
-                [(*amounts, meetings) for amounts, meetings, _ in terms],
-                [point.seconds for point in points],
-                [links for *_, links in terms],
-            )
-            model = replace(model, **dict(zip(_RATES, rates, strict=True)), meet_s=meet_s)
-        return model
-
-    def save(self, path: Path | str) -> None:
-        """Writes the model as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: Path | str) -> "CostModel":
-        """Reads what `save` wrote; ValueError if the file holds something else.
-
-        All ranks must hold the same model, or they would not choose the same.
-        """
-        fields = json.loads(Path(path).read_text())
-        try:
-            fields["work"] = TowerWork(**fields["work"])
-            fields["links"] = {kind: LinkCost(**link) for kind, link in fields["links"].items()}
-            fields["measured_ranks"] = tuple(fields["measured_ranks"])
-            return cls(**fields)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} holds no cost model of this version: {error}") from error
-
-    def _terms(
+    def terms(
         self, mode: str, sizes: Sequence[int], ranks: int, by_rank: Sequence[Sequence[int]] | None
     ) -> tuple[tuple[float, ...], int, float]:
-        """What the slowest rank computes, in amounts of `_RATES`; collectives, and the seconds of their links."""
+        """What `predict` adds up: amounts of `RATES` on the slowest rank, the number of collectives, their seconds."""
         work = self.work
         if mode == "tensor":
-            if not work.divides_by(ranks):
-                raise ValueError(
-                    f"tensor parallel needs {work.heads} heads and {work.intermediate_size} MLP columns to divide by "
-                    f"the ranks, got {ranks}"
-                )
-            meetings = work.all_reduces if ranks > 1 else 0
+            if ranks not in work.tensor_parallel_sizes:
+                legal = ", ".join(map(str, work.tensor_parallel_sizes))
+                raise ValueError(f"{ranks} ranks cannot share this tower tensor parallel: legal sizes are {legal}")
+            collectives = work.all_reduces if ranks > 1 else 0
             link = self._link("all_reduce", ranks, work.activation_bytes(sum(sizes)))
-            return self._amounts(sizes, ranks), meetings, meetings * link
+            return self._amounts(sizes, ranks), collectives, collectives * link
         if mode == "data":
             if by_rank is None:
                 by_rank = balance_by_cost(sizes, ranks, self.image_cost).by_rank
             if len(by_rank) != ranks:
                 raise ValueError(f"by_rank places images on {len(by_rank)} ranks, not on {ranks}")
-            shares = [self._amounts([sizes[image] for image in images]) for images in by_rank]
+            own = [self._amounts([sizes[image] for image in images]) for images in by_rank]
             kind = "broadcast" if len(sizes) == 1 else "all_gather"
             link = self._link(kind, ranks, work.data_parallel_bytes(sizes, by_rank))
-            return max(shares, key=self._seconds), int(ranks > 1), link
+            return max(own, key=self.seconds_of), int(ranks > 1), link
         if mode != "single" or ranks != 1:
             raise ValueError(f"mode must be 'single' on 1 rank, 'data' or 'tensor', got {mode!r} on {ranks}")
         return self._amounts(sizes), 0, 0.0
 
+    def seconds_of(self, amounts: Sequence[float]) -> float:
+        """`amounts` in the order of `RATES`, each by its rate."""
+        return fsum(getattr(self, rate) * amount for rate, amount in zip(RATES, amounts, strict=True))
+
     def _amounts(self, sizes: Sequence[int], ranks: int = 1) -> tuple[float, ...]:
-        """What one of `ranks` tensor-parallel ranks computes, in the order of `_RATES`."""
+        """What one of `ranks` tensor-parallel ranks computes, in the order of `RATES`."""
         patches, pairs = sum(sizes), sum(size * size for size in sizes)
         linear, attention = self.work.linear_flops * patches, self.work.attention_flops * pairs
         return 1, len(sizes), patches, linear / ranks, attention / ranks
-
-    def _seconds(self, amounts: Sequence[float]) -> float:
-        return fsum(getattr(self, rate) * amount for rate, amount in zip(_RATES, amounts, strict=True))
 
     def _link(self, kind: str, ranks: int, size: int) -> float:
         if ranks == 1:
@@ -251,4 +169,91 @@ class CostModel:
         return self.links[kind].seconds(kind, ranks, size)
 
 
-_RATES = ("call_s", "image_s", "patch_s", "linear_s_per_flop", "attention_s_per_flop")
+@dataclass(frozen=True)
+class MachineRates:
+    """Of one rank.
+
+    Attributes:
+        flops_per_s: of a large matrix product.
+        bytes_per_s: of a large copy, read plus written.
+        launch_s: seconds to start a kernel, or to call an operator.
+        link_s, link_bytes_per_s: of one step of a collective.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float
+    link_s: float
+    link_bytes_per_s: float
+
+
+# Round orders of magnitude, no machine's: a processor core with shared memory, a data-centre GPU with a fast link.
+ASSUMED_RATES = {
+    "cpu": MachineRates(flops_per_s=1e11, bytes_per_s=1e10, launch_s=1e-5, link_s=5e-4, link_bytes_per_s=1e9),
+    "cuda": MachineRates(flops_per_s=3e14, bytes_per_s=2e12, launch_s=5e-6, link_s=1e-5, link_bytes_per_s=1e11),
+}
+
+
+def cost_model_by_formula(config: MoonViTConfig, dtype: torch.dtype, rates: MachineRates, source: str) -> CostModel:
+    """FLOPs and bytes over rates: weights are read once a forward, activations in every pass that is not a product.
+
+    Everything is as fast as the rates allow; a fit is nearer to the truth.
+
+    Args:
+        source: whose rates these are, in words for a plot.
+    """
+    work = TowerWork.of(config, dtype)
+    embed = tower_flops(config, [(1, 1)])["patch_embed"]
+    passed = _PASSES_PER_LAYER * work.layers * work.activation_bytes(1)
+    weights = work.linear_flops // 2 * work.itemsize
+    return CostModel(
+        work=work,
+        call_s=_KERNELS_PER_LAYER * work.layers * rates.launch_s + weights / rates.bytes_per_s,
+        image_s=0.0,
+        patch_s=embed / rates.flops_per_s + passed / rates.bytes_per_s,
+        linear_s_per_flop=1 / rates.flops_per_s,
+        attention_s_per_flop=1 / rates.flops_per_s,
+        sync_overhead_s=0.0,
+        links={kind: LinkCost(rates.link_s, 1 / rates.link_bytes_per_s) for kind in COLLECTIVES},
+        source=source,
+    )
+
+
+def assumed_cost_model(config: MoonViTConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> CostModel:
+    """`cost_model_by_formula` with `ASSUMED_RATES`: what to choose by until this machine has been measured."""
+    kind = torch.device(device).type
+    if kind not in ASSUMED_RATES:
+        raise ValueError(f"no assumed rates of device {kind!r}: one of {', '.join(ASSUMED_RATES)}")
+    return cost_model_by_formula(config, dtype, ASSUMED_RATES[kind], f"assumed rates of a {kind} rank, not measured")
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """Predicted seconds of one batch on `ranks`, and how much faster that is than one rank.
+
+    `simulated`: the model was not fitted on this world size.
+    """
+
+    mode: str
+    ranks: int
+    seconds: float
+    speedup: float
+    simulated: bool
+
+
+def simulate_scaling(
+    model: CostModel, sizes: Sequence[int], world_sizes: Sequence[int] = WORLD_SIZES
+) -> list[ScalingPoint]:
+    """A batch on more ranks than there are: data parallel, then tensor parallel where it can run.
+
+    Args:
+        sizes: patches of each image.
+    """
+    alone = model.predict("single", sizes, 1).seconds
+    runs = [("data", ranks) for ranks in world_sizes]
+    runs += [("tensor", ranks) for ranks in world_sizes if ranks in model.work.tensor_parallel_sizes]
+    points = []
+    for mode, ranks in runs:
+        seconds = model.predict(mode, sizes, ranks).seconds
+        points.append(ScalingPoint(mode, ranks, seconds, alone / seconds, ranks not in model.measured_ranks))
+    return points

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator, PercentFormatter
 
 from ..measure.timing import Timing
-from ..parallel.simulate import ScalingPoint
+from ..parallel.cost_model import ScalingPoint
 from .style import COLORS, GREY, INK, new_figure, set_titles
 
 _MARKS = {

@@ -59,13 +59,13 @@ from kimivl_lab import KimiVLConfig, KimiVLEncoder, MoonViTConfig, image_geometr
 from kimivl_lab.lessons.tp_versus_dp import encode_in_halves, encode_in_modes, time_collectives, time_modes
 from kimivl_lab.datasets import data_path, draw_sizes
 from kimivl_lab.parallel import balance
-from kimivl_lab.parallel.collectives_model import steps_and_bytes
-from kimivl_lab.parallel.cost_model import CostModel
+from kimivl_lab.parallel.work import steps_and_bytes
+from kimivl_lab.bench.fit_cost_model import fit_cost_model, prediction_errors
 from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
-from kimivl_lab.measure.launch import run_ranks
-from kimivl_lab.parallel.rates import assumed_cost_model
-from kimivl_lab.parallel.simulate import simulate_scaling
-from kimivl_lab.parallel.tower_work import TowerWork
+from kimivl_lab.measure.ranks import run_ranks
+from kimivl_lab.parallel.cost_model import assumed_cost_model
+from kimivl_lab.parallel.cost_model import simulate_scaling
+from kimivl_lab.parallel.work import TowerWork
 from kimivl_lab.plots import cost_model, floor, parallel
 
 plots.use_style()
@@ -332,7 +332,7 @@ checked = run_ranks(time_modes, 2, tiny, check_on, modes, 3)[0]
 checked += run_ranks(time_modes, 2, tiny, uneven, ["data, round robin", "data, by patches", "data"], 3)[0]
 points = [point for batch in fitted for point, _ in batch.values()]
 source = plots.measured_on("cpu", "tiny preset, float32, 2 ranks of 1 thread")
-model = CostModel.fit(tiny, torch.float32, points, collectives, source=source)
+model = fit_cost_model(tiny, torch.float32, points, collectives, source=source)
 
 # %% tags=["nbval-ignore-output"]
 print("batch (patches)          way               predicted ms   measured ms (p20 to p80)   ratio")
@@ -342,7 +342,7 @@ for batch in checked:
         sizes = ", ".join(map(str, point.sizes[:3])) + ", .." * (len(point.sizes) > 3)
         spread = f"{t.p50_ms:9.1f} ({t.p20_ms:.1f} to {t.p80_ms:.1f})"
         print(f"{sizes:24s} {way:17s} {predicted:10.1f}     {spread:26s} {predicted / t.p50_ms:5.2f}")
-errors = [abs(error) for error in model.validate([point for batch in checked for point, _ in batch.values()])]
+errors = [abs(error) for error in prediction_errors(model, [point for batch in checked for point, _ in batch.values()])]
 faster = [min(("data", "tensor"), key=lambda mode: batch[mode][0].seconds) for batch in checked[:-1]]
 chosen = [model.choose(batch["data"][0].sizes, 2) for batch in checked[:-1]]
 print(f"median error {median(errors):.0%}; faster as measured: {faster}, as the model chooses: {chosen}")
@@ -400,7 +400,7 @@ plt.show()
 #
 # ### More ranks, by simulation
 #
-# The published tower in bfloat16, on ranks with assumed rates: round numbers for a data-centre GPU and its links (`kimivl_lab.parallel.rates`). They give the shape, not the milliseconds.
+# The published tower in bfloat16, on ranks with assumed rates: round numbers for a data-centre GPU and its links (`kimivl_lab.parallel.cost_model`). They give the shape, not the milliseconds.
 
 # %%
 assumed = assumed_cost_model(full, torch.bfloat16, "cuda")

@@ -35,8 +35,8 @@ import torch
 from kimivl_lab import MoonViTConfig, image_geometry
 from kimivl_lab.datasets import draw_sizes
 from kimivl_lab.parallel import balance
-from kimivl_lab.parallel.rates import assumed_cost_model
-from kimivl_lab.parallel.tower_work import TowerWork
+from kimivl_lab.parallel.cost_model import assumed_cost_model
+from kimivl_lab.parallel.work import TowerWork
 
 # %% [markdown]
 # **1.** Write the engines' balance: largest image first, each to the rank with the fewest patches so far, the lowest rank if several have as few.
