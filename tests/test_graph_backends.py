@@ -31,12 +31,12 @@ def test_a_program_reads_its_inputs_where_they_lie_and_runs_no_module(monkeypatc
     x = torch.randn(5, 4)
     with torch.no_grad():
         graph = capture(lambda x: torch.nn.functional.gelu(layer(x), approximate="tanh") + 1, x)
-        monkeypatch.setattr(layer, "forward", None)
-        for seed in range(3):
-            x.copy_(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)))
-            graph.replay()
-            want = torch.nn.functional.gelu(x @ layer.weight.T + layer.bias, approximate="tanh") + 1
-            assert relative_error(graph.output, want) < 1e-6
+    monkeypatch.setattr(layer, "forward", None)
+    for seed in range(3):  # with gradients on
+        x.copy_(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        want = torch.nn.functional.gelu(x @ layer.weight.T + layer.bias, approximate="tanh") + 1
+        assert relative_error(graph.output, want) < 1e-6 and not graph.output.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,9 @@ def test_programs_share_a_pool_and_may_run_in_any_order():
 def test_fresh_results_are_freed_after_their_last_use():
     graph = capture(lambda x: x.exp().exp().exp().sum(0), torch.randn(3, 3))
     lines = graph.kept.source.splitlines()
-    assert lines[:4] == ["exp = aten_exp(input_0)", "exp_1 = aten_exp(exp)", "del exp", "exp_2 = aten_exp(exp_1)"]
+    made = {line.split(" = ")[0] for line in lines if " = " in line}
+    deleted = {line.removeprefix("del ") for line in lines if line.startswith("del ")}
+    assert len(made) == 4 and len(made - deleted) == 1, "all but the result"
     assert graph.kept.operators == 4
 
 

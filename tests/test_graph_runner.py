@@ -219,6 +219,23 @@ def test_weights_that_moved_are_an_error_until_captured_anew(change, named):
     assert runner.stats.hits == 1
 
 
+def test_hooks_that_are_new_or_gone_are_an_error_until_captured_anew():
+    tower, pixels = small_tower(seed=12), pixels_for(MIXED_GRIDS)
+    runner = EncoderCudaGraphRunner(tower, [23], max_images=4)
+    plain = runner(pixels, MIXED_GRIDS)
+    for part in (tower, tower.encoder.blocks[1].wo):
+        hook = part.register_forward_hook(lambda module, args, out: 2 * out)
+        with pytest.raises(StaleGraphError, match=f"hooks of module {'encoder.blocks.1.wo' * (part is not tower)}"):
+            runner(pixels, MIXED_GRIDS)
+        runner.reset()
+        assert relative_error(runner(pixels, MIXED_GRIDS), eager(tower, pixels, MIXED_GRIDS)) < 1e-5
+        hook.remove()
+        with pytest.raises(StaleGraphError, match="hooks of module"):
+            runner(pixels, MIXED_GRIDS)
+        runner.reset()
+        assert relative_error(runner(pixels, MIXED_GRIDS), plain) < 1e-5
+
+
 @pytest.mark.parametrize("linear", ["auto", "plain"])
 @pytest.mark.parametrize("change", [replace_parameter, replace_module, lambda tower: tower.to(torch.bfloat16)])
 def test_a_weight_that_the_tower_drops_is_freed_while_graphs_are_kept(change, linear):

@@ -17,8 +17,6 @@ from kimivl_lab.graphs.packing import (
     pack,
     pack_exact,
     pack_many,
-    pack_next_fit,
-    pack_next_fit_deferred,
 )
 
 POWERS_OF_TWO = [64 * 2**k for k in range(8)]
@@ -123,8 +121,8 @@ def test_exact_has_the_fewest_rows_of_all_cuts_and_of_those_the_fewest_replays(b
 def test_exact_never_costs_more_than_a_greedy_rule(batch):
     tokens, budgets, max_images = batch
     exact = price(pack_exact(tokens, budgets, max_images))
-    for greedy in (pack_next_fit, pack_next_fit_deferred):
-        assert exact <= price(greedy(tokens, budgets, max_images))
+    for greedy in ("next_fit", "next_fit_deferred"):
+        assert exact <= price(pack(tokens, budgets, max_images, greedy))
 
 
 def test_groups_that_are_no_runs_would_save_little():
@@ -146,13 +144,13 @@ def test_ties_are_broken_towards_fewer_replays():
 
 def test_the_deferred_rule_leaves_a_large_image_alone():
     tokens = [90, 100, 1000]
-    assert [replay.budget for replay in pack_next_fit(tokens, POWERS_OF_TWO, 8)] == [2048]
-    assert [replay.budget for replay in pack_next_fit_deferred(tokens, POWERS_OF_TWO, 8)] == [256, 1024]
+    assert [replay.budget for replay in pack(tokens, POWERS_OF_TWO, 8, "next_fit")] == [2048]
+    assert [replay.budget for replay in pack(tokens, POWERS_OF_TWO, 8, "next_fit_deferred")] == [256, 1024]
 
 
 def test_the_deferred_rule_keeps_a_run_that_outweighs_the_next_image():
     tokens, budgets = [90] * 6, [100, 190, 450, 2048]
-    assert [replay.budget for replay in pack_next_fit_deferred(tokens, budgets, 8)] == [2048]
+    assert [replay.budget for replay in pack(tokens, budgets, 8, "next_fit_deferred")] == [2048]
     assert sorted(replay.rows for replay in pack_exact(tokens, budgets, 8)) == [100, 450]
 
 

@@ -24,7 +24,7 @@ class CapturedGraph(NamedTuple):
 
     Attributes:
         output: where a replay leaves its result; the next replay of any graph of the same backend overwrites it.
-        replay: computes the output anew from what the inputs hold. Call it under torch.no_grad.
+        replay: computes the output anew from what the inputs hold.
         kept: objects that a replay needs, kept alive.
     """
 

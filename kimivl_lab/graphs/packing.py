@@ -19,6 +19,7 @@ Test: tests/test_packing.py.
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -58,24 +59,30 @@ def pack(tokens: Sequence[int], budgets: Iterable[int], max_images: int, packing
     return PACKERS[packing](tokens, budgets, max_images)
 
 
-def pack_next_fit(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -> list[Replay]:
-    """Fills each run up to the LARGEST budget, then replays it in the smallest that fits. Takes `pack`'s arguments."""
-    return _pack_greedily(tokens, budgets, max_images, lambda run, image, ladder: False)
+def pack_greedily(tokens: Sequence[int], budgets: Iterable[int], max_images: int, *, deferred: bool) -> list[Replay]:
+    """Fills each run up to the LARGEST budget, then replays it in the smallest that holds it.
 
-
-def pack_next_fit_deferred(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -> list[Replay]:
-    """Next-fit that closes a run early where that lowers the sum of budgets. Takes `pack`'s arguments.
-
-    With B(x) the smallest budget that holds x tokens, the next image begins a new run if
+    With `deferred`, and B(x) the smallest budget that holds x tokens, the next image begins a new run also if
 
         B(run) + B(image) < B(run + image)    and    B(image) >= B(run)
     """
+    tokens, ladder, order, eager = _prepare(tokens, budgets, max_images)
 
-    def defers(run: int, image: int, ladder: Sequence[int]) -> bool:
-        of_run, alone, merged = (ladder[bisect_left(ladder, held)] for held in (run, image, run + image))
-        return of_run + alone < merged and alone >= of_run
+    def smallest(held: int) -> int:
+        return ladder[bisect_left(ladder, held)]
 
-    return _pack_greedily(tokens, budgets, max_images, defers)
+    runs: list[tuple[list[int], int]] = []  # (images, tokens)
+    for image in order:
+        run, held = runs[-1] if runs else ([], 0)
+        alone, total = tokens[image], held + tokens[image]
+        closes = not run or len(run) == max_images or total > ladder[-1]
+        if deferred and not closes:
+            closes = smallest(held) + smallest(alone) < smallest(total) and smallest(alone) >= smallest(held)
+        if closes:
+            runs.append(([image], alone))
+        else:
+            runs[-1] = ([*run, image], total)
+    return [Replay(tuple(run), held, smallest(held)) for run, held in runs] + eager
 
 
 def pack_exact(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -> list[Replay]:
@@ -86,7 +93,7 @@ def pack_exact(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -
         best[end] = min over start of best[start] + (B(tokens of start..end-1), 1)        pairs (rows, replays)
 
     The result never has more rows than a greedy rule's. Groups of images that are not neighbours in the sorted order
-    are not tried, though some need fewer rows. Takes `pack`'s arguments.
+    are not tried, though some need fewer rows.
     """
     tokens, ladder, order, eager = _prepare(tokens, budgets, max_images)
     best = [(0, 0)]  # by number of images: (rows, replays) of the first so many
@@ -110,7 +117,11 @@ def pack_exact(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -
     return replays[::-1] + eager
 
 
-PACKERS = {"next_fit": pack_next_fit, "next_fit_deferred": pack_next_fit_deferred, "exact": pack_exact}
+PACKERS: dict[str, Callable[[Sequence[int], Iterable[int], int], list[Replay]]] = {
+    "next_fit": partial(pack_greedily, deferred=False),
+    "next_fit_deferred": partial(pack_greedily, deferred=True),
+    "exact": pack_exact,
+}
 
 
 def as_budgets(budgets: Iterable[int]) -> list[int]:
@@ -119,32 +130,6 @@ def as_budgets(budgets: Iterable[int]) -> list[int]:
     if not ladder:
         raise ValueError("budgets are empty: give at least one, in merged tokens")
     return ladder
-
-
-def _pack_greedily(
-    tokens: Sequence[int],
-    budgets: Iterable[int],
-    max_images: int,
-    defers: Callable[[int, int, Sequence[int]], bool],
-) -> list[Replay]:
-    tokens, ladder, order, eager = _prepare(tokens, budgets, max_images)
-    replays: list[Replay] = []
-    run: list[int] = []
-    held = 0
-
-    def close() -> None:
-        if run:
-            replays.append(Replay(tuple(run), held, ladder[bisect_left(ladder, held)]))
-
-    for image in order:
-        fits = len(run) < max_images and held + tokens[image] <= ladder[-1]
-        if run and (not fits or defers(held, tokens[image], ladder)):
-            close()
-            run, held = [], 0
-        run.append(image)
-        held += tokens[image]
-    close()
-    return replays + eager
 
 
 def _prepare(

@@ -46,7 +46,8 @@ class Captured:
 class EncoderCudaGraphRunner:
     """Called like the tower or encoder that it runs, and usable in its place, also by `run_dp_sharded_vision_model`.
 
-    Not for several threads or streams at once: all graphs share their inputs and their pool.
+    Not for several threads or streams at once: all graphs share their inputs and their pool. The Python code of hooks
+    runs at the capture only; the operators that it calls are replayed.
 
     Args:
         model: a tower, (T, 4, D) out, or a KimiVLEncoder, (T, text hidden size) out.
@@ -178,7 +179,7 @@ class EncoderCudaGraphRunner:
 
         Raises:
             ValueError: grids and pixels that the model refuses.
-            StaleGraphError: a weight was replaced or moved after the capture.
+            StaleGraphError: a weight, layer or hook was replaced, moved, added or removed after the capture.
         """
         self.capture().weights.check()
         batch = {"pixel_values": pixel_values, "image_grid_hws": as_grid_list(image_grid_hws)}

@@ -92,19 +92,16 @@ class RunnerStats:
         rows: list[tuple[str, ...]] = [
             ("budget", "calls", "images", "tokens", "rows", "rows/tokens", "ms a call", "capture s", "MiB")
         ]
-        rows += [(str(budget), *_cells(calls), *_cost(calls)) for budget, calls in self.graphs.items()]
-        rows += [(f"eager: {reason}", *_cells(calls), "", "") for reason, calls in self.eager.items()]
-        capture = sum(calls.capture_seconds for calls in self.graphs.values())
-        rows.append(("all", *_cells(self.total), f"{capture:.2f}", f"{self.nbytes / 2**20:.1f}"))
+        rows += [_row(str(budget), calls, calls.capture_seconds, calls.nbytes) for budget, calls in self.graphs.items()]
+        rows += [_row(f"eager: {reason}", calls) for reason, calls in self.eager.items()]
+        rows.append(_row("all", self.total, sum(calls.capture_seconds for calls in self.graphs.values()), self.nbytes))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
         return "\n".join(lines)
 
 
-def _cells(calls: Calls) -> tuple[str, ...]:
+def _row(name: str, calls: Calls, capture_seconds: float | None = None, nbytes: int = 0) -> tuple[str, ...]:
     each = f"{calls.seconds / calls.calls * 1e3:.2f}" if calls.calls else ""
-    return (str(calls.calls), str(calls.images), str(calls.tokens), str(calls.rows), f"{calls.waste:.3f}", each)
-
-
-def _cost(calls: GraphCalls) -> tuple[str, str]:
-    return (f"{calls.capture_seconds:.2f}", f"{calls.nbytes / 2**20:.1f}")
+    cost = ("", "") if capture_seconds is None else (f"{capture_seconds:.2f}", f"{nbytes / 2**20:.1f}")
+    counts = (calls.calls, calls.images, calls.tokens, calls.rows)
+    return (name, *map(str, counts), f"{calls.waste:.3f}", each, *cost)

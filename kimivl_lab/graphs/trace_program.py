@@ -108,7 +108,7 @@ class FlatProgram:
     source: the code, for reading.
     output: the result; the next run of any program of the same pool overwrites it.
     operators: how many are called.
-    run: runs them. Call it under torch.no_grad: results are written in place.
+    run: runs them, without gradients: results are written in place.
     """
 
     source: str
@@ -169,7 +169,8 @@ class _Writer:
         output = self._output(_node(result.args[0]))
         body = "".join(f"\n    {line}" for line in self.lines)
         exec(compile(f"def run():{body}", "<flat program>", "exec"), self.constants)
-        return FlatProgram("\n".join(self.lines), output, self.operators, self.constants["run"])
+        run = torch.no_grad()(self.constants["run"])
+        return FlatProgram("\n".join(self.lines), output, self.operators, run)
 
     def _visit(self, node: Node) -> None:
         target: Any = node.target
@@ -212,11 +213,12 @@ class _Writer:
         return target(*map_arg(node.args, self.values.__getitem__), **map_arg(node.kwargs, self.values.__getitem__))
 
     def _fix(self, node: Node, name: str, value: Any) -> None:
+        """A value that is the same object at every run: a constant of the code."""
         self.names[node] = name
         self.values[node] = self.constants[name] = value
 
     def _make(self, node: Node, target: Any, value: Any) -> None:
-        """A fresh result in a variable of the node's name."""
+        """A result that is new at every run: a variable of the code."""
         self.values[node], self.names[node] = value, node.name
         self.fresh.setdefault(self.roots[node], []).append(node)
         if target is operator.getitem:
@@ -225,6 +227,7 @@ class _Writer:
             self._call(node, target, result=node.name)
 
     def _call(self, node: Node, target: Any, result: str | None = None, **more: str) -> None:
+        """Writes the line `result = target(arguments of node, **more)`."""
         name = str(target).removesuffix(".default").replace(".", "_")
         self.constants[name] = _BINDINGS.get(target) or target._op
         arguments = [self._text(argument) for argument in node.args]
