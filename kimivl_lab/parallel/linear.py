@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.packed_linear import GELU_TANH, FusedModule, PackedKernel, fused_linear
+from ..kernels.untouched import is_untouched
 from .collectives import all_reduce
 from .groups import SharedGroup, check_group
 
@@ -163,12 +164,12 @@ class RowParallelLinear(_ParallelLinear):
 def check_plain(full: nn.Module) -> None:
     """ValueError unless `full` is a linear layer of plain floating-point tensors, weight and bias.
 
-    A quantised, wrapped, reparametrised or already cut layer is not what its weight says: slices of it would be wrong
-    in silence.
+    A quantised, wrapped, reparametrised, hooked or already cut layer is not what its weight says: slices of it would
+    be wrong in silence.
     """
     weight: Any = getattr(full, "weight", None)
     if not (
-        type(full) is nn.Linear
+        is_untouched(full, nn.Linear)
         and set(full._parameters) == {"weight", "bias"}
         and type(weight) is type(full.bias) is nn.Parameter
         and weight.layout == torch.strided
@@ -176,8 +177,8 @@ def check_plain(full: nn.Module) -> None:
     ):
         what = f"{type(full).__name__} with a weight of {type(weight).__name__} {getattr(weight, 'dtype', '')}"
         raise ValueError(
-            f"only plain floating-point nn.Linear layers with a bias are cut, got {what}: cut first, then quantise or "
-            f"wrap each rank's part"
+            f"only plain floating-point nn.Linear layers with a bias and without hooks are cut, got {what}: cut first, "
+            f"then quantise or wrap each rank's part"
         )
 
 
