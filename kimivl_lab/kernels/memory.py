@@ -47,11 +47,11 @@ def aligned(numbers: int, dtype: torch.dtype) -> Tensor:
     return memory[skip : skip + numbers]
 
 
-class _Kept(threading.local):
-    memory: Tensor | None = None
+class _Scratch(threading.local):
+    block: Tensor | None = None
 
 
-_kept = _Kept()
+_scratch = _Scratch()
 
 
 def scratch(nbytes: int) -> Tensor:
@@ -60,9 +60,9 @@ def scratch(nbytes: int) -> Tensor:
     The contents are undefined. Attention needs the most: 1.4 MiB for each of torch's threads at 4,096 patches of head
     size 72.
     """
-    if _kept.memory is None or _kept.memory.numel() < nbytes:
-        _kept.memory = aligned(nbytes, torch.uint8)
-    return _kept.memory
+    if _scratch.block is None or _scratch.block.numel() < nbytes:
+        _scratch.block = aligned(nbytes, torch.uint8)
+    return _scratch.block
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -83,11 +83,11 @@ def attend_packed_backward(
     grads = [x.new_zeros(x.shape) for x in (q, k, v)]
     for start, end in pairwise(cu_seqlens.tolist()):
         image = slice(start, end)
-        dy, one_q, one_k, one_v = (x[image].transpose(0, 1).to(precise) for x in (grad, q, k, v))  # (heads, n, d)
-        p = (one_q @ one_k.mT * scale).softmax(-1)  # (heads, n, n)
-        dp = dy @ one_v.mT
+        dy_i, q_i, k_i, v_i = (x[image].transpose(0, 1).to(precise) for x in (grad, q, k, v))  # (heads, n, d)
+        p = (q_i @ k_i.mT * scale).softmax(-1)  # (heads, n, n)
+        dp = dy_i @ v_i.mT
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-        for out, value in zip(grads, (ds @ one_k, ds.mT @ one_q, p.mT @ dy), strict=True):
+        for out, value in zip(grads, (ds @ k_i, ds.mT @ q_i, p.mT @ dy_i), strict=True):
             out[image] = value.transpose(0, 1)
     return grads[0], grads[1], grads[2]
 

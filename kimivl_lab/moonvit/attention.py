@@ -34,9 +34,9 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) 
     out, start = torch.zeros(q.shape, dtype=q.dtype, device=q.device), 0
     for length in metadata.seqlens:
         image = slice(start, start + length)
-        one_q, one_k, one_v = (x[image].transpose(0, 1).to(precise) for x in (q, k, v))  # (heads, n, d)
-        scores = one_q @ one_k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (heads, n, n)
-        out[image] = (scores.softmax(-1) @ one_v).transpose(0, 1).to(q.dtype)
+        q_i, k_i, v_i = (x[image].transpose(0, 1).to(precise) for x in (q, k, v))  # (heads, n, d)
+        scores = q_i @ k_i.transpose(-1, -2) * q.shape[-1] ** -0.5  # (heads, n, n)
+        out[image] = (scores.softmax(-1) @ v_i).transpose(0, 1).to(q.dtype)
         start += length
     return out
 

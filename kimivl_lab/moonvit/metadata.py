@@ -45,10 +45,11 @@ class EncoderMetadata:
         cu_seqlens: (m + 1,) int32, offsets of the images in patches; the tail past n repeats L.
         max_seqlen: an upper bound of the longest image in PATCHES; any larger bound gives the same values.
         merge_gather_idx: (L,) int64, packed patch of each row in merged order.
+        seqlens: lengths of the images (of the segments between the offsets) in patches, host integers.
 
     Raises:
-        ValueError: offsets on the host that are not those of the grids, or a bound below the longest image. This is the
-            one check of them: the layers do not repeat it. Offsets on a device are not read.
+        ValueError: offsets on the host that do not rise from 0 to L, or a bound below the longest image. This is their
+            one check: the layers do not repeat it. Offsets on a device are not read; they must be those of the grids.
     """
 
     grid_hws: tuple[Grid, ...]
@@ -62,24 +63,23 @@ class EncoderMetadata:
     lengths_on_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.lengths_on_host or self.cu_seqlens.device.type != "cpu" or is_traced(self.cu_seqlens):
-            return
-        offsets, expected = self.cu_seqlens.tolist(), _offsets(self.grid_hws, self.cu_seqlens.numel() - 1)
-        if self.cu_seqlens.dtype != torch.int32 or offsets != expected:
-            raise ValueError(
-                f"cu_seqlens must be int32 {expected!r:.200}, the offsets of the grids, got {self.cu_seqlens.dtype} "
-                f"{offsets!r:.200}"
-            )
-        segment_lengths(offsets, self.num_patches, self.max_seqlen)
+        if self.cu_seqlens.dtype != torch.int32:
+            raise ValueError(f"cu_seqlens must be int32, got {self.cu_seqlens.dtype}")
+        lengths = patch_counts(self.grid_hws)
+        if self.lengths_on_host and self.cu_seqlens.device.type == "cpu" and not is_traced(self.cu_seqlens):
+            offsets, total = self.cu_seqlens.tolist(), sum(lengths)
+            lengths = [length for length in segment_lengths(offsets, total, self.max_seqlen) if length]
+            if offsets[-1] != total:
+                raise ValueError(f"cu_seqlens must end at {total}, the patches of the grids, got {offsets!r:.200}")
+        object.__setattr__(self, "_seqlens", lengths)  # as a frozen dataclass sets what it computes
 
     @property
     def seqlens(self) -> list[int]:
-        """Patches of each image, host integers."""
-        return patch_counts(self.grid_hws)
+        return vars(self)["_seqlens"]
 
     @property
     def num_patches(self) -> int:
-        return sum(self.seqlens)
+        return sum(patch_counts(self.grid_hws))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "EncoderMetadata":
         """The same metadata with its tensors on `device`."""
@@ -89,7 +89,9 @@ class EncoderMetadata:
             for name, value in tensors.items()
             if isinstance(value, Tensor)
         }
-        return replace(self, **moved)
+        there = replace(self, **moved)
+        object.__setattr__(there, "_seqlens", vars(self)["_seqlens"])  # which it cannot read from a device
+        return there
 
 
 def prepare_encoder_metadata(
