@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 
-from kimivl_lab import MoonVitPretrainedModel
+from kimivl_lab import KimiVLConfig, KimiVLEncoder, KimiVLImageProcessor, MoonVitPretrainedModel
 from kimivl_lab.commands import encode as encode_command
 from kimivl_lab.commands import feature_file
 from kimivl_lab.commands import main as cli
@@ -94,7 +94,7 @@ def test_A7_names_stay_unique():
     paths = [(name, Path(name)) for name in ("a.png", "a-2.png", "a.png", "a.png", "__metadata__", "sub/a.png")]
     assert list(unique_names(paths)) == ["a.png", "a-2.png", "a-3.png", "a-4.png", "__metadata__-2", "sub/a.png"]
     assert readable_name("é.png") == "é.png"
-    assert on_one_line("a\x1b[2J\nb\u202e") == "a\\x1b[2J b\\u202e"
+    assert on_one_line("two  spaces\x1b[2J\n b\u202e") == "two  spaces\\x1b[2J b\\u202e"
 
 
 # A8: images left out without a word
@@ -113,7 +113,9 @@ def mixed(folder):
     (folder / ".hidden").mkdir()
     (folder / "._a.png").write_bytes(SIDECAR)
     (folder / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
-    (folder / "notes.txt").write_text("not an image")
+    (folder / "table.tga").write_bytes(bytes(18))
+    for name in ("notes.txt", "labels.jsonl", "features.safetensors", "unknown.what"):
+        (folder / name).write_text("not an image")
     return folder
 
 
@@ -121,7 +123,8 @@ def left_out(line):
     return set(line.removeprefix("kimivl-lab: note: left out: ").split(", "))
 
 
-KINDS = {"2 .heic", "1 file without an ending", "1 .xyz", "1 dead link", "2 sub-folder (--recursive enters it)"}
+NOT_ENTERED = "2 sub-folder (--recursive enters it)"
+KINDS = {"2 .heic", "1 file without an ending", "1 .xyz", "1 .tga", "1 dead link", NOT_ENTERED}
 
 
 def test_A8_one_line_counts_what_was_left_out_by_kind(mixed, tmp_path, capsys):
@@ -151,6 +154,7 @@ def test_A8_strict_fails_on_what_begins_like_an_image(mixed, tmp_path, capsys):
     [
         ("a.jxl", b"\xff\x0a" + bytes(20), True),
         ("a.dng", b"II*\0" + bytes(20), True),
+        ("a.cr3", b"\0\0\0\x18ftypcrx " + bytes(8), True),
         ("a.psd", b"8BPS\0\1" + bytes(20), True),
         ("a.photo", b"\0\0\0\x1cftypavis" + bytes(8), True),
         ("a.bin", b"RIFF\x10\0\0\0WEBPVP8 ", True),
@@ -174,7 +178,7 @@ def test_A8_sub_folders_are_entered_when_asked_for(mixed, tmp_path, capsys):
     assert encode(mixed, "--out", out, "--recursive") == 0
     assert set(load_file(out)) == {"a.png", "sub/a.png", "sub/deep/d.png"}
     (line,) = capsys.readouterr().err.splitlines()
-    assert left_out(line) == {*(KINDS - {"2 sub-folder (--recursive enters it)"}), "2 hidden or linked sub-folder"}
+    assert left_out(line) == {*(KINDS - {NOT_ENTERED}), "2 hidden or linked sub-folder"}
     assert plan("--images", mixed, "--recursive", "--json") == 0
     assert json.loads(capsys.readouterr().out)["images"] == 3
     with pytest.raises(SystemExit, match="2"):
@@ -388,6 +392,48 @@ def test_B6_an_interruption_is_one_line_and_leaves_nothing(folder, error, status
     assert encode(folder, "--out", folder.parent / "f.safetensors") == status
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert list(folder.parent.iterdir()) == [folder]
+
+
+# B5: damaged checkpoints
+
+
+def edited(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+DAMAGE = {
+    "cut weights": lambda folder: os.truncate(folder / "model.safetensors", 1000),
+    "a pointer for weights": lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"),
+    "a list as configuration": lambda folder: (folder / "config.json").write_text("[]"),
+    "a number as vision_config": lambda folder: edited(folder / "config.json", vision_config=3),
+    "no heads": lambda folder: edited(folder / "config.json", vision_config={"num_attention_heads": 0}),
+    "a list as settings": lambda folder: (folder / "preprocessor_config.json").write_text("[]"),
+    "a setting that is no number": lambda folder: edited(folder / "preprocessor_config.json", in_token_limit="x"),
+    "patches of another size": lambda folder: edited(folder / "preprocessor_config.json", patch_size=7),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_B5_a_damaged_checkpoint_is_an_error_and_no_traceback(damage, folder, tmp_path, capsys):
+    checkpoint = tmp_path / "checkpoint"
+    KimiVLEncoder(KimiVLConfig.preset("tiny")).save_pretrained(checkpoint)
+    KimiVLImageProcessor().save_pretrained(checkpoint)
+    damage(checkpoint)
+    capsys.readouterr()
+    assert encode(folder, "--out", tmp_path / "f.safetensors", "--checkpoint", checkpoint) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("kimivl-lab: error: ") for line in lines)
+    assert 1 <= len(lines) <= 2 and str(folder if "not encoded" in lines[0] else checkpoint) in lines[0]
+    assert not (tmp_path / "f.safetensors").exists()
+
+
+def test_C7_a_letter_that_no_font_has_is_a_warning_with_the_name_of_the_plot(tmp_path, capsys):
+    for name in ("\u65e5\u672c.csv", "$x^$.csv"):  # the second would be a broken formula
+        (tmp_path / name).write_text("28,28\n")
+        assert plan("--sizes", tmp_path / name, "--plot", tmp_path / "plan.png") == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert all(line.startswith(f"kimivl-lab: warning: {tmp_path / 'plan.png'}: ") for line in lines)
+        assert (tmp_path / "plan.png").is_file()
 
 
 # C2: an image given as text

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import logging
 
@@ -162,11 +161,13 @@ def _encode_batch(
     start = time.perf_counter()
     try:
         features = encode(pixel_values, grids).cpu()  # waits for a device
-    except RuntimeError as error:  # such as too little memory: later batches, and those before, are not lost
-        outcome.faults += [f"{image.path}: not encoded: {str(error).partition(chr(10))[0]}" for image in batch]
+        ms_per_patch = (time.perf_counter() - start) * 1e3 / len(pixel_values)
+        per_image = split_image_features(features, grids)
+    except (RuntimeError, ValueError) as error:  # such as too little memory: the other batches are not lost
+        reason = str(error).partition("\n")[0]
+        outcome.faults += [f"{image.path}: not encoded: {reason}" for image in batch]
         return
-    ms_per_patch = (time.perf_counter() - start) * 1e3 / len(pixel_values)
-    for image, vectors in zip(batch, split_image_features(features, grids), strict=True):
+    for image, vectors in zip(batch, per_image, strict=True):
         file.add(image.name, vectors, image.grid)
         ms = ms_per_patch * image.patches
         outcome.encoded.append(EncodedImage(image.name, image.size, image.grid, image.patches, len(vectors), ms))
@@ -182,26 +183,35 @@ def _load(arguments: argparse.Namespace) -> tuple[KimiVLImageProcessor, Any]:
     """The image processor and the model, which is called with pixel values and grids."""
     model_class: Any = KimiVLEncoder if arguments.projected else MoonVitPretrainedModel
     dtype = getattr(torch, arguments.dtype)
-    limit = {"in_token_limit": arguments.in_token_limit} if arguments.in_token_limit else {}
-    folder = arguments.checkpoint
-    if folder is None:
-        try:
-            config = (KimiVLConfig if arguments.projected else MoonViTConfig).preset(arguments.preset)
-        except ValueError as error:
-            raise CommandError(f"--preset: {error}") from error
-        torch.manual_seed(arguments.seed)
-        return KimiVLImageProcessor(**limit), model_class(config).to(dtype)
+    settings = {"in_token_limit": arguments.in_token_limit} if arguments.in_token_limit else {}
+    if arguments.checkpoint is not None:
+        return _load_checkpoint(arguments.checkpoint, model_class, dtype, settings)
+    try:
+        config = (KimiVLConfig if arguments.projected else MoonViTConfig).preset(arguments.preset)
+    except ValueError as error:
+        raise CommandError(f"--preset: {error}") from error
+    torch.manual_seed(arguments.seed)
+    return KimiVLImageProcessor(**settings), model_class(config).to(dtype)
+
+
+def _load_checkpoint(
+    folder: Path, model_class: Any, dtype: torch.dtype, settings: dict[str, Any]
+) -> tuple[KimiVLImageProcessor, Any]:
     if not os.path.isfile(folder / "config.json"):  # unlike Path.is_file, False for a name that is too long
         raise CommandError(f"--checkpoint {folder}: no config.json there")
+    verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # its report would list the projector and the language model as unexpected
     try:
         model = model_class.from_pretrained(folder, dtype=dtype)
         if (folder / "preprocessor_config.json").is_file():
-            return KimiVLImageProcessor.from_pretrained(folder, **limit), model
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error)
-        raise CommandError(f"--checkpoint {'' if str(folder) in reason else f'{folder}: '}{reason}") from error
-    return KimiVLImageProcessor(**limit), model
+            return KimiVLImageProcessor.from_pretrained(folder, **settings), model
+        return KimiVLImageProcessor(**settings), model
+    except Exception as error:  # damaged files make transformers raise almost anything
+        named = "" if str(folder) in str(error) else f"{folder}: "
+        raise CommandError(f"--checkpoint {named}{error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _metadata(arguments: argparse.Namespace) -> dict[str, str]:

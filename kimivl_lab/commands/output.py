@@ -59,7 +59,8 @@ def shortened(message: str) -> str:
 
 def on_one_line(text: str) -> str:
     """A text without line ends and without characters that would move the cursor or hide text on a terminal."""
-    text = os.fsencode(" ".join(text.split())).decode("utf-8", "backslashreplace")  # names of files may be any bytes
+    text = " ".join(line.strip() for line in text.splitlines())
+    text = os.fsencode(text).decode("utf-8", "backslashreplace")  # names of files may be any bytes
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 

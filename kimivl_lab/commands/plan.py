@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ..datasets import load_sizes
-from ..images.files import find_images, image_sizes, readable_name
+from ..images.files import collected_warnings, find_images, image_sizes, readable_name
 from ..planner.plan import BudgetPlan, plan_budgets
 from ..planner.vllm import vllm_flag
 from ..planner.workload import Size, TokenCounts, count_tokens, read_sizes
@@ -90,10 +90,14 @@ def _draw(file: Path, name: str, workload: TokenCounts, plans: Mapping[str, Budg
 
     use_style()
     figure, _ = plan_overview(name.replace("$", r"\$"), workload, plans)  # text between two $ would be a formula
+    notes: list[str] = []
     try:
-        figure.savefig(file)
+        with collected_warnings(file, notes):  # such as a letter of `name` that is in no font
+            figure.savefig(file)
     except OSError as error:
         raise CommandError(f"cannot write {file}: {error.strerror or error}") from error
+    for note in notes:
+        tell("warning", note)
 
 
 def _show(name: str, workload: TokenCounts, plans: Mapping[str, BudgetPlan]) -> None:

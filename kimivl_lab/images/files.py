@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from PIL import Image
+
 from ..geometry import IN_TOKEN_LIMIT, image_geometry
 from .opening import image_suffixes
 
@@ -29,11 +31,12 @@ _SIGNATURES = {  # the first bytes of image files, whether they are opened here 
     "Photoshop": b"8BPS",
     "icon": b"\0\0\1\0",
     "QOI": b"qoif",
+    "raw of Fujifilm": b"FUJIFILM",
 }
-_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1", b"avif", b"avis")
+_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1", b"avif", b"avis", b"crx ")
 # What Python and libraries tell programmers.
 _NOT_ABOUT_IMAGES = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
-_KNOWN_TYPES = mimetypes.MimeTypes(filenames=())  # Python's own table: the same on every machine
+_TYPES = mimetypes.MimeTypes(filenames=())  # Python's own table: the same on every machine
 
 
 @dataclass
@@ -58,8 +61,9 @@ class FoundImages:
 def find_images(paths: Iterable[Path], recursive: bool = False) -> FoundImages:
     """Files as they are, and of each folder the images in it, sorted by path.
 
-    The ending decides what is an image. Files known to be something else (notes.txt), files that begin with a dot, and
-    `._*` files, which macOS puts beside others, are passed over; all other entries are counted in `left_out`.
+    The ending decides what is taken. Counted as left out are dead links, folders that are not entered, files without an
+    ending, and files that are images by their ending or first bytes but of no format that is opened. Other files, such
+    as notes.txt or the `._*` files that macOS puts beside others, are passed over.
 
     Args:
         recursive: also enter sub-folders, but no hidden ones and no links to folders.
@@ -157,16 +161,21 @@ def _entries(folder: Path, recursive: bool, left_out: Counter[str]) -> Iterator[
 
 
 def _kind_left_out(path: Path, unread: list[Path]) -> str | None:
-    """What a file that is not taken is counted as; None for one that nobody would take for an image."""
+    """What an entry that is not taken is counted as; None for a file that is no image."""
+    ending = path.suffix.lower()
     if path.name.startswith("._"):
         return None
     if not os.path.exists(path):
         return "dead link"
     if os.path.isfile(path) and _begins_like_an_image(path):
         unread.append(path)
-    elif path.name.startswith(".") or not (_KNOWN_TYPES.guess_type(path.name)[0] or "image/").startswith("image/"):
+    elif path.name.startswith(".") or (ending and not _is_image_ending(ending)):
         return None
-    return path.suffix.lower() or "file without an ending"
+    return ending or "file without an ending"
+
+
+def _is_image_ending(ending: str) -> bool:
+    return ending in Image.registered_extensions() or (_TYPES.guess_type(f"a{ending}")[0] or "").startswith("image/")
 
 
 def _begins_like_an_image(path: Path) -> bool:
