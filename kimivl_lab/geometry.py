@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from .checks import as_positive, as_positive_pair
 
@@ -19,7 +19,27 @@ MERGE_KERNEL_SIZE = (2, 2)
 IN_TOKEN_LIMIT = 4096
 MAX_GRID_SIDE = 512  # a side of this many patches or more is refused, as the published processor does
 
-Grid = tuple[int, int]
+
+class Grid(NamedTuple):
+    """The patches of one image, h rows of w: `Grid(4, 6)` has 24 patches and 6 tokens, and equals the tuple (4, 6)."""
+
+    h: int
+    w: int
+
+    @property
+    def patches(self) -> int:
+        """Vectors that the image adds to the encoder's packed sequence."""
+        return self.h * self.w
+
+    def tokens(self, merge_kernel_size: Sequence[int] = MERGE_KERNEL_SIZE) -> int:
+        """Merged tokens, (h // kh) * (w // kw). ValueError if the merge kernel does not divide the grid."""
+        kh, kw = merge_kernel_size
+        if self.h % kh or self.w % kw:
+            raise ValueError(f"grid {self.h}x{self.w} (h x w, patches) is not divisible by the merge kernel {kh}x{kw}")
+        return (self.h // kh) * (self.w // kw)
+
+
+GridLike: TypeAlias = tuple[int, int]  # a `Grid`, or a plain (h, w): every function takes both
 
 
 @dataclass(frozen=True)
@@ -44,17 +64,17 @@ class ImageGeometry:
 
     @property
     def grid_hw(self) -> Grid:
-        return (self.grid_h, self.grid_w)
+        return Grid(self.grid_h, self.grid_w)
 
     @property
     def patches(self) -> int:
-        """Rows this image adds to the encoder's packed sequence."""
-        return num_patches(self.grid_hw)
+        """Vectors that the image adds to the encoder's packed sequence."""
+        return self.grid_hw.patches
 
     @property
     def tokens(self) -> int:
-        """Rows this image adds to the language model's sequence (and placeholders in the prompt)."""
-        return num_tokens(self.grid_hw, self.merge_kernel_size)
+        """Vectors that the image adds to the language model's sequence, and placeholders in the prompt."""
+        return self.grid_hw.tokens(self.merge_kernel_size)
 
     @property
     def padding_share(self) -> float:
@@ -62,21 +82,18 @@ class ImageGeometry:
         return 1 - self.content_width * self.content_height / (self.padded_width * self.padded_height)
 
 
-def num_patches(grid_hw: Grid) -> int:
+def num_patches(grid_hw: GridLike) -> int:
     """Patches of one grid (h, w): h * w."""
-    return grid_hw[0] * grid_hw[1]
+    return Grid(*grid_hw).patches
 
 
-def num_tokens(grid_hw: Grid, merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE) -> int:
-    """Merged tokens of one grid (h, w): (h // kh) * (w // kw). ValueError if the kernel does not divide the grid."""
-    (h, w), (kh, kw) = grid_hw, merge_kernel_size
-    if h % kh or w % kw:
-        raise ValueError(f"grid {h}x{w} (h x w, patches) is not divisible by the merge kernel {kh}x{kw}")
-    return (h // kh) * (w // kw)
+def num_tokens(grid_hw: GridLike, merge_kernel_size: Sequence[int] = MERGE_KERNEL_SIZE) -> int:
+    """Merged tokens of one grid (h, w), as `Grid.tokens`."""
+    return Grid(*grid_hw).tokens(merge_kernel_size)
 
 
 def as_grid_list(grid_hws: Any) -> list[Grid]:
-    """`(n, 2)` grids as a list of plain integer pairs (h, w).
+    """`(n, 2)` grids as a list of `Grid`, in plain integers.
 
     Takes a list of pairs, a numpy array or a HOST tensor. Grids never leave the host (that is what makes a forward
     free of device reads), so a tensor on another device is a ValueError; so is anything not positive, not whole or not
@@ -88,7 +105,7 @@ def as_grid_list(grid_hws: Any) -> list[Grid]:
     if hasattr(grid_hws, "tolist"):
         grid_hws = grid_hws.tolist()
     try:
-        grids = [(operator.index(h), operator.index(w)) for h, w in grid_hws]
+        grids = [Grid(operator.index(h), operator.index(w)) for h, w in grid_hws]
     except (TypeError, ValueError) as error:
         raise ValueError(f"grid_hws must be (n, 2) integers (h, w) in patches, got {grid_hws!r:.200}") from error
     for h, w in grids:
@@ -97,12 +114,12 @@ def as_grid_list(grid_hws: Any) -> list[Grid]:
     return grids
 
 
-def patch_counts(grid_hws: Iterable[Grid]) -> list[int]:
+def patch_counts(grid_hws: Iterable[GridLike]) -> list[int]:
     """Patches of each grid."""
     return [num_patches(grid) for grid in grid_hws]
 
 
-def token_counts(grid_hws: Iterable[Grid], merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE) -> list[int]:
+def token_counts(grid_hws: Iterable[GridLike], merge_kernel_size: Sequence[int] = MERGE_KERNEL_SIZE) -> list[int]:
     """Merged tokens of each grid."""
     return [num_tokens(grid, merge_kernel_size) for grid in grid_hws]
 

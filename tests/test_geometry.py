@@ -1,12 +1,14 @@
 """Sizes: the published table, the largest reachable grids, and what is refused."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimivl_lab.geometry import as_grid_list, image_geometry, num_tokens, patch_counts, token_counts
+from kimivl_lab.geometry import Grid, as_grid_list, image_geometry, num_tokens, patch_counts, token_counts
 from tests.image_oracle import oracle_size
 
 # width, height, grid (h, w) at limit 4096, at 16384
@@ -99,6 +101,23 @@ def test_sizes_and_limits_must_be_positive_integers(bad):
         image_geometry(bad, 10)
     with pytest.raises(ValueError, match="in_token_limit"):
         image_geometry(10, 10, in_token_limit=bad)
+
+
+def test_a_grid_is_a_pair_that_counts():
+    grid = Grid(4, 6)
+    assert grid == (4, 6) and hash(grid) == hash((4, 6)) and {(4, 6): "found"}[grid] == "found"
+    assert (grid.patches, grid.tokens(), grid.tokens((4, 3))) == (24, 6, 2)
+    h, w = grid
+    assert (h, w) == (4, 6) and json.dumps(grid) == "[4, 6]"
+    with pytest.raises(ValueError, match="3x4.*2x2"):
+        Grid(3, 4).tokens()
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])
+def test_every_source_of_grids_gives_them(form):
+    (grid,) = as_grid_list(form([(4, 6)]))
+    assert isinstance(grid, Grid) and type(grid.h) is type(grid.w) is int
+    assert isinstance(image_geometry(640, 480).grid_hw, Grid)
 
 
 def test_counts_of_lists():

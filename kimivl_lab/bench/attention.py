@@ -14,7 +14,7 @@ import torch
 
 from ..config import MoonViTConfig
 from ..datasets import draw_sizes
-from ..geometry import Grid, image_geometry, patch_counts
+from ..geometry import GridLike, image_geometry, patch_counts
 from ..moonvit.attention import ATTENTION_BACKENDS, attention_unavailable, eager_attention
 from ..moonvit.metadata import prepare_encoder_metadata
 from ..moonvit.position import Learnable2DInterpPosEmb
@@ -25,9 +25,9 @@ from .compare import COLUMNS, compare, mean_speedups
 TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
 
 
-def cases(quick: bool, seed: int) -> dict[str, list[Grid]]:
+def cases(quick: bool, seed: int) -> dict[str, Sequence[GridLike]]:
     """Batches by name."""
-    found: dict[str, list[Grid]] = {"32x32": [(32, 32)], "16 of 16x16": [(16, 16)] * 16}
+    found: dict[str, Sequence[GridLike]] = {"32x32": [(32, 32)], "16 of 16x16": [(16, 16)] * 16}
     if not quick:
         drawn = [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 8, seed)]
         found |= {"64x64": [(64, 64)], "8 of coco_val2017": drawn}

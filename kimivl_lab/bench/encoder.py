@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..geometry import Grid
+from ..geometry import GridLike
 from ..kernels.amx.linear import multiply, pack
 from ..kernels.packed_linear import packed_unavailable
 from ..measure.accuracy import checked_errors
@@ -31,7 +31,7 @@ from . import harness
 from .peers import peers
 from .towers import noise, reference_and_tower
 
-CASES: dict[str, list[Grid]] = {
+CASES: dict[str, Sequence[GridLike]] = {
     "32x32": [(32, 32)],
     "64x64": [(64, 64)],
     "mixed": [(24, 32), (46, 34), (16, 20), (60, 44)],

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..config import MoonViTConfig
-from ..geometry import Grid, patch_counts
+from ..geometry import GridLike, patch_counts
 from ..parallel.balance import QuadraticCost, balance_by_cost
 from ..parallel.cost_model import RATES, CostModel, LinkCost
 from ..parallel.work import TowerWork, steps_and_bytes
@@ -22,7 +22,7 @@ from ..parallel.work import TowerWork, steps_and_bytes
 Row = dict[str, Any]
 
 # One image and many, small and large: measured in every mode, these batches tell the rates apart.
-CALIBRATION_GRIDS: tuple[tuple[Grid, ...], ...] = (
+CALIBRATION_GRIDS: tuple[tuple[GridLike, ...], ...] = (
     ((8, 8),),
     ((16, 16),),
     ((32, 32),),
@@ -33,7 +33,9 @@ CALIBRATION_GRIDS: tuple[tuple[Grid, ...], ...] = (
     ((32, 32),) * 4,
     ((64, 64), (16, 16), (16, 16)),
 )
-CALIBRATION: dict[str, list[Grid]] = {f"batch {n}": list(grids) for n, grids in enumerate(CALIBRATION_GRIDS, start=1)}
+CALIBRATION: dict[str, Sequence[GridLike]] = {
+    f"batch {n}": list(grids) for n, grids in enumerate(CALIBRATION_GRIDS, start=1)
+}
 _FIT_ROUNDS = 5
 
 
@@ -158,7 +160,7 @@ def collective_points(rows: Iterable[Row]) -> list[CollectivePoint]:
     ]
 
 
-def predict(model: CostModel, mode: str, grids: list[Grid], ranks: int) -> float:
+def predict(model: CostModel, mode: str, grids: Sequence[GridLike], ranks: int) -> float:
     """Seconds of a batch as `bench.parallel` runs it."""
     sizes = patch_counts(grids)
     mode = model.choose(sizes, ranks) if mode == "auto" else mode

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..config import MoonViTConfig
-from ..geometry import Grid, num_tokens
+from ..geometry import GridLike, num_tokens
 from ..graphs.runner import EncoderCudaGraphRunner
 from ..measure.accuracy import checked_errors
 from ..measure.timing import time_interleaved
@@ -34,7 +34,7 @@ QUICK_BUDGETS = (4, 64)
 FILLS = (0.5, 0.75, 1.0)
 DEPTHS = (1, 2, 4, 8, 16, 27)
 NARROW = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
-HOST_GRID: Grid = (4, 4)
+HOST_GRID: GridLike = (4, 4)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 HOST_ROUNDS = 10  # times the rounds of whole calls: these are short
 PAYS = 1.05  # a replay that is faster by less is not counted as faster
@@ -57,7 +57,7 @@ COLUMNS = (
 )
 
 
-def image_of(tokens: int) -> Grid:
+def image_of(tokens: int) -> GridLike:
     """The squarest grid of exactly so many merged tokens, or of as many as one image can have below that."""
     for count in range(tokens, 0, -1):
         for rows in range(math.isqrt(count), 0, -1):

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..config import EncoderOptions, MoonViTConfig
 from ..datasets import draw_sizes
-from ..geometry import Grid, image_geometry, patch_counts
+from ..geometry import GridLike, image_geometry, patch_counts
 from ..measure.accuracy import checked_errors
 from ..measure.provenance import device_name
 from ..measure.ranks import RankTiming, run_ranks, time_on_ranks
@@ -48,7 +48,7 @@ from .fit_cost_model import CALIBRATION, Row, collective_points, fit_links, fit_
 Runs = dict[str, Callable[[], Any]]
 
 CHECK_RANKS = (1, 2, 4)
-CHECK_GRIDS: list[Grid] = [(8, 12), (16, 20), (10, 4), (24, 32), (2, 12)]
+CHECK_GRIDS: Sequence[GridLike] = [(8, 12), (16, 20), (10, 4), (24, 32), (2, 12)]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}
 KIB = (4, 16, 64, 256, 1024, 4096, 16384)
 SMALL_PATCHES, SMALL_KIB = 1024, 1024
@@ -75,9 +75,9 @@ COLUMNS = (
 )
 
 
-def sweep(quick: bool, seed: int) -> dict[str, list[Grid]]:
+def sweep(quick: bool, seed: int) -> dict[str, Sequence[GridLike]]:
     """Batches that the model is not fitted to."""
-    few: dict[str, list[Grid]] = {"1 of 24x24": [(24, 24)], "6 of 12x12": [(12, 12)] * 6}
+    few: dict[str, Sequence[GridLike]] = {"1 of 24x24": [(24, 24)], "6 of 12x12": [(12, 12)] * 6}
     if quick:
         return few
     return few | {
@@ -117,7 +117,7 @@ class RankBench:
         share = tensor_parallel(copy(), group).to(options.device) if can_cut else None
         return cls(options, group, exact.to(options.device), copy().to(options.device), share)
 
-    def rows(self, phase: str, case: str, grids: list[Grid], model: CostModel | None = None) -> Iterator[Row]:
+    def rows(self, phase: str, case: str, grids: Sequence[GridLike], model: CostModel | None = None) -> Iterator[Row]:
         """Checks every mode on one batch and, but for the phase "check", times it."""
         generator = torch.Generator().manual_seed(self.options.seed)
         pixels = torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=generator, device="cpu")
@@ -162,7 +162,7 @@ class RankBench:
             row: Row = {"case": f"{kib} KiB", "variant": kind, "phase": "collective", "ranks_count": ranks}
             yield row | {**timing.row(), "relative_error": f"{errors[kind]:.3g}"}
 
-    def _modes(self, pixels: Tensor, grids: list[Grid], model: CostModel | None) -> Runs:
+    def _modes(self, pixels: Tensor, grids: Sequence[GridLike], model: CostModel | None) -> Runs:
         """ "single" has work on rank 0 only, "auto" needs a model."""
         idle = self.group.rank() > 0
         runs: Runs = {"single": (lambda: None) if idle else partial(self.whole, pixels, grids)}

@@ -1,6 +1,6 @@
 """Independent implementations of MoonViT with this library's weights: what ours is checked against and timed beside."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
 
-from ..geometry import Grid, patch_counts
+from ..geometry import GridLike, patch_counts
 from ..moonvit.merger import patch_merger_packed
 from ..moonvit.metadata import build_merge_gather_idx
 from ..moonvit.model import MoonVitPretrainedModel
@@ -62,7 +62,7 @@ def halves_from_pairs(rows: Tensor, num_heads: int) -> Tensor:
     return per_head.transpose(1, 2).flatten(0, 2)
 
 
-def grid_thw(grid_hws: list[Grid], device: torch.device | str = "cpu") -> Tensor:
+def grid_thw(grid_hws: Sequence[GridLike], device: torch.device | str = "cpu") -> Tensor:
     """The peer's grids: (n, 3) int64 with one frame each."""
     return torch.tensor([(1, h, w) for h, w in grid_hws], dtype=torch.int64, device=device).reshape(-1, 3)
 
@@ -112,22 +112,22 @@ def open_moonvit_tower(tower: MoonVitPretrainedModel) -> torch.nn.Module:
     return peer
 
 
-def peers(tower: MoonVitPretrainedModel) -> dict[str, Callable[[Tensor, list[Grid]], Callable[[], Tensor]]]:
+def peers(tower: MoonVitPretrainedModel) -> dict[str, Callable[[Tensor, Sequence[GridLike]], Callable[[], Tensor]]]:
     """Peers by name, "transformers" first: from (pixel values, grids) to a call that gives (T, 4, D)."""
     k25 = kimi_k25_tower(tower)
 
-    def transformers(pixels: Tensor, grids: list[Grid]) -> Callable[[], Tensor]:
+    def transformers(pixels: Tensor, grids: Sequence[GridLike]) -> Callable[[], Tensor]:
         grids_thw = grid_thw(grids, pixels.device)
         pixels = pixels.to(tower.dtype)
         return lambda: k25(pixels, grid_thw=grids_thw).pooler_output
 
-    found: dict[str, Callable[[Tensor, list[Grid]], Callable[[], Tensor]]] = {"transformers": transformers}
+    found: dict[str, Callable[[Tensor, Sequence[GridLike]], Callable[[], Tensor]]] = {"transformers": transformers}
     try:
         other = open_moonvit_tower(tower)
     except ImportError:
         return found
 
-    def open_moonvit(pixels: Tensor, grids: list[Grid]) -> Callable[[], Tensor]:
+    def open_moonvit(pixels: Tensor, grids: Sequence[GridLike]) -> Callable[[], Tensor]:
         order = build_merge_gather_idx(grids, tower.config.merge_kernel_size).to(pixels.device)
         images = [
             patches.unflatten(0, grid).permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2).contiguous()

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ..config import MoonViTConfig
 from ..datasets import draw_sizes
-from ..geometry import Grid, image_geometry, patch_counts
+from ..geometry import GridLike, image_geometry, patch_counts
 from ..moonvit.position import POSITION_OPERATORS, Learnable2DInterpPosEmb
 from . import harness
 from .compare import COLUMNS, compare, mean_speedups
 
-SINGLE_GRIDS: list[Grid] = [(36, 46), (48, 86), (446, 12), (128, 128), (2, 510), (66, 66), (4, 40)]
+SINGLE_GRIDS: Sequence[GridLike] = [(36, 46), (48, 86), (446, 12), (128, 128), (2, 510), (66, 66), (4, 40)]
 MIXED = ("coco_val2017", "pew_charts", "receipts")
 TOLERANCE = {"float32": 5e-6, "bfloat16": 4e-3}
 
@@ -40,14 +40,14 @@ def full_size_table(
     return module, exact
 
 
-def cached(module: Learnable2DInterpPosEmb, grids: list[Grid], *, cold: bool) -> Tensor:
+def cached(module: Learnable2DInterpPosEmb, grids: Sequence[GridLike], *, cold: bool) -> Tensor:
     """Through the cache; `cold` empties it first."""
     if cold:
         module.cache.clear()
     return module.get_pos_embeds(grids, implementation="cached")
 
 
-def variants(module: Learnable2DInterpPosEmb, grids: list[Grid]) -> dict[str, Callable[[], Tensor]]:
+def variants(module: Learnable2DInterpPosEmb, grids: Sequence[GridLike]) -> dict[str, Callable[[], Tensor]]:
     """By name: the operators without a cache's help, a cache that has to make every entry, and a hit."""
     runs: dict[str, Callable[[], Tensor]] = {
         name: lambda name=name: module.get_pos_embeds(grids, implementation=name) for name in POSITION_OPERATORS
@@ -58,7 +58,7 @@ def variants(module: Learnable2DInterpPosEmb, grids: list[Grid]) -> dict[str, Ca
     }
 
 
-def least_bytes(table: Tensor, grids: list[Grid], *, hit: bool) -> int:
+def least_bytes(table: Tensor, grids: Sequence[GridLike], *, hit: bool) -> int:
     """Bytes that any implementation reads and writes: 4 taps an axis touch at most 4h x 4w of the table's rows."""
     height, width, dim = table.shape
     rows = sum(patch_counts(grids))
@@ -66,10 +66,13 @@ def least_bytes(table: Tensor, grids: list[Grid], *, hit: bool) -> int:
     return (read + rows) * dim * table.element_size()
 
 
-def cases(quick: bool, seed: int) -> dict[str, list[Grid]]:
+def cases(quick: bool, seed: int) -> dict[str, Sequence[GridLike]]:
     """Batches by name: one image of each grid, and 8 images of each workload."""
-    singles = {f"{h}x{w}": [(h, w)] for h, w in (SINGLE_GRIDS[:4] if quick else SINGLE_GRIDS)}
-    mixed = {f"8 of {name}": [image_geometry(*size).grid_hw for size in draw_sizes(name, 8, seed)] for name in MIXED}
+    grids = SINGLE_GRIDS[:4] if quick else SINGLE_GRIDS
+    singles: dict[str, Sequence[GridLike]] = {f"{h}x{w}": [(h, w)] for h, w in grids}
+    mixed: dict[str, Sequence[GridLike]] = {
+        f"8 of {name}": [image_geometry(*size).grid_hw for size in draw_sizes(name, 8, seed)] for name in MIXED
+    }
     return singles if quick else singles | mixed
 
 

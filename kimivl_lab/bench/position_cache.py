@@ -17,7 +17,7 @@ import torch
 
 from ..config import MoonViTConfig
 from ..datasets import draw_sizes, load_sizes
-from ..geometry import Grid, image_geometry, num_patches
+from ..geometry import GridLike, image_geometry, num_patches
 from ..measure.accuracy import checked_errors
 from ..measure.timing import time_interleaved
 from ..moonvit.position_cache import PositionCache
@@ -27,7 +27,7 @@ from .position import TOLERANCE, cached, full_size_table
 WORKLOADS = ("coco_val2017", "pew_charts", "receipts", "device_screens", "clipart")
 ENTRIES = (16, 32, 64, 128, 256, 512, 1024)
 MEBIBYTES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-TIMED_GRID: Grid = (36, 46)
+TIMED_GRID: GridLike = (36, 46)
 COLUMNS = (
     "case",
     "variant",
@@ -43,7 +43,7 @@ COLUMNS = (
 )
 
 
-def traffic(case: str, images: int, seed: int) -> Iterator[Grid]:
+def traffic(case: str, images: int, seed: int) -> Iterator[GridLike]:
     """`images` grids in the order they arrive."""
     if case == "hot_cold":
         choose = random.Random(seed)
@@ -78,7 +78,7 @@ def costs(options: argparse.Namespace) -> dict[str, float]:
     return {"hit_us_per_patch": hit, "miss_us_per_patch": miss, "relative_error": float(f"{errors['miss']:.3g}")}
 
 
-def simulate(cache: PositionCache, grids: list[Grid], hit_us: float, miss_us: float) -> dict[str, float]:
+def simulate(cache: PositionCache, grids: Sequence[GridLike], hit_us: float, miss_us: float) -> dict[str, float]:
     """Looks every grid up in turn."""
     dim = MoonViTConfig.preset("kimi-vl-a3b").hidden_size
     largest, time_us = 0, 0.0

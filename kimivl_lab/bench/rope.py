@@ -15,20 +15,20 @@ from torch import Tensor
 
 from ..config import MoonViTConfig
 from ..datasets import draw_sizes
-from ..geometry import Grid, image_geometry, patch_counts
+from ..geometry import GridLike, image_geometry, patch_counts
 from ..kernels.amx.library import amx_unavailable
 from ..kernels.rotation import ROPE_IMPLEMENTATIONS, rotate_complex
 from ..moonvit.rope import Rope2DPosEmb
 from . import harness
 from .compare import COLUMNS, compare, mean_speedups
 
-SINGLE_GRIDS: list[Grid] = [(32, 32), (36, 46), (64, 64)]
+SINGLE_GRIDS: Sequence[GridLike] = [(32, 32), (36, 46), (64, 64)]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
 
 
-def cases(quick: bool, seed: int) -> dict[str, list[Grid]]:
+def cases(quick: bool, seed: int) -> dict[str, Sequence[GridLike]]:
     """Batches by name."""
-    singles = {f"{h}x{w}": [(h, w)] for h, w in SINGLE_GRIDS}
+    singles: dict[str, Sequence[GridLike]] = {f"{h}x{w}": [(h, w)] for h, w in SINGLE_GRIDS}
     drawn = [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 8, seed)]
     return singles if quick else singles | {"8 of coco_val2017": drawn}
 

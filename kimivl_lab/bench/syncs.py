@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..config import EncoderOptions, MoonViTConfig
 from ..datasets import draw_sizes
-from ..geometry import IN_TOKEN_LIMIT, Grid, image_geometry, patch_counts
+from ..geometry import IN_TOKEN_LIMIT, GridLike, image_geometry, patch_counts
 from ..lessons.grids_on_device import METADATA_VARIANTS
 from ..measure.accuracy import checked_errors
 from ..measure.timing import time_interleaved
@@ -56,7 +56,7 @@ _OPTIONS = EncoderOptions(rope="complex")  # what compiles itself would be count
 Runs = dict[str, Callable[[], Tensor]]
 
 
-def forwards(tower: MoonVitPretrainedModel, grids: list[Grid], away: Tensor, seed: int) -> Runs:
+def forwards(tower: MoonVitPretrainedModel, grids: Sequence[GridLike], away: Tensor, seed: int) -> Runs:
     """Each variant over `grids`, which are `away`, on the tower's device, where the variant wants them so."""
     pixels = noise(grids, seed)
     return {
@@ -69,7 +69,7 @@ def pretended_counts(layers: int, images: int) -> dict[str, HostSyncCounter]:
     """Each variant counted on the pretended device."""
     config = MoonViTConfig.preset("tiny", num_hidden_layers=layers, **_NARROW)
     tower = on_device(MoonVitPretrainedModel(config, _OPTIONS).eval(), pretended=True)
-    grids: list[Grid] = [(4, 6)] * images
+    grids: Sequence[GridLike] = [(4, 6)] * images
     runs = forwards(tower, grids, on_device(torch.tensor(grids, device="cpu"), pretended=True), seed=0)
     return {name: count_host_syncs(run, pretended=True) for name, run in runs.items()}
 

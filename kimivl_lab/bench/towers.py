@@ -1,12 +1,13 @@
 """What benchmarks of whole towers start from: a float32 reference, a tower of the same weights, and noise to encode."""
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..config import EncoderOptions, MoonViTConfig
-from ..geometry import Grid, patch_counts
+from ..geometry import GridLike, patch_counts
 from ..moonvit.model import MoonVitPretrainedModel
 
 REFERENCE = EncoderOptions(attention="sdpa", position="interpolate", rope="complex", linear="plain")
@@ -29,7 +30,7 @@ def reference_and_tower(
     return exact.to(options.device), tower.to(device=options.device, dtype=getattr(torch, options.dtype))
 
 
-def noise(grids: list[Grid], seed: int) -> Tensor:
+def noise(grids: Sequence[GridLike], seed: int) -> Tensor:
     """(L, 3, 14, 14) float32 pixels of unit variance, on the host."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=generator, device="cpu")

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..geometry import Grid
+from ..geometry import GridLike
 from .output import CommandError
 
 
@@ -42,7 +42,7 @@ class FeatureFile:
     def __init__(self, path: Path, metadata: Mapping[str, str], max_shard_bytes: int) -> None:
         self.path, self.metadata, self.max_shard_bytes = path, dict(metadata), max_shard_bytes
         self._shard: dict[str, Tensor] = {}  # not written yet
-        self._grids: dict[str, Grid] = {}
+        self._grids: dict[str, GridLike] = {}
         self._written: list[list[str]] = []  # the names in each shard that is written
         self._bytes = [0]  # of each shard
 
@@ -56,7 +56,7 @@ class FeatureFile:
             self._folder = tempfile.TemporaryDirectory(prefix=f".{self.path.name[:50]}.", dir=self.path.parent)
         return self
 
-    def add(self, name: str, tensor: Tensor, grid: Grid) -> None:
+    def add(self, name: str, tensor: Tensor, grid: GridLike) -> None:
         """Takes one tensor on the host; writes a shard when it is full."""
         if name in self._grids:
             raise ValueError(f"{name!r} is already in {self.path}")

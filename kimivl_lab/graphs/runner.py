@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup, get_backend
 
 from ..checks import as_positive
 from ..config import MoonViTConfig
-from ..geometry import Grid, as_grid_list
+from ..geometry import GridLike, as_grid_list
 from ..moonvit.model import MoonVitPretrainedModel
 from .cuda import CapturedGraph, CudaBackend
 from .guards import position_caches_untouched
@@ -167,7 +167,7 @@ class EncoderCudaGraphRunner:
         return self._captured
 
     @torch.no_grad()
-    def __call__(self, pixel_values: Tensor, image_grid_hws: Sequence[Grid] | Tensor) -> Tensor:
+    def __call__(self, pixel_values: Tensor, image_grid_hws: Sequence[GridLike] | Tensor) -> Tensor:
         """Encodes all images of a batch, in graphs where they fit.
 
         Args:

@@ -9,10 +9,10 @@ Test: tests/test_cost_model.py.
 from collections.abc import Sequence
 
 from ..config import MoonViTConfig
-from ..geometry import Grid, patch_counts
+from ..geometry import GridLike, patch_counts
 
 
-def tower_flops(config: MoonViTConfig, grid_hws: Sequence[Grid]) -> dict[str, int]:
+def tower_flops(config: MoonViTConfig, grid_hws: Sequence[GridLike]) -> dict[str, int]:
     """FLOPs of one forward over all `grid_hws`: "patch_embed", "linear", "attention"."""
     lengths = patch_counts(grid_hws)
     layers, dim, hidden = config.num_hidden_layers, config.hidden_size, config.intermediate_size

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..checks import segment_lengths
-from ..geometry import MERGE_KERNEL_SIZE, Grid, as_grid_list, patch_counts, token_counts
+from ..geometry import MERGE_KERNEL_SIZE, Grid, GridLike, as_grid_list, patch_counts, token_counts
 from ..kernels.dispatch import compute_dtype, is_traced
 from ..kernels.memory import PackedArrays, upload
 from .position import Learnable2DInterpPosEmb
@@ -95,7 +95,7 @@ class EncoderMetadata:
 
 
 def prepare_encoder_metadata(
-    grid_hws: Sequence[Grid] | Tensor,
+    grid_hws: Sequence[GridLike] | Tensor,
     *,
     pos_emb: Learnable2DInterpPosEmb,
     rope: Rope2DPosEmb,
@@ -160,7 +160,7 @@ def grid_arrays_reference(
 
 
 def pack_grid_arrays(
-    grid_hws: Sequence[Grid], slots: int, merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE
+    grid_hws: Sequence[GridLike], slots: int, merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE
 ) -> PackedArrays:
     """`grid_arrays_reference` in one buffer, 16 bytes a patch, for one copy to the device.
 
@@ -187,7 +187,9 @@ def pack_grid_arrays(
     return packed
 
 
-def build_merge_gather_idx(grid_hws: Sequence[Grid], merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE) -> Tensor:
+def build_merge_gather_idx(
+    grid_hws: Sequence[GridLike], merge_kernel_size: tuple[int, int] = MERGE_KERNEL_SIZE
+) -> Tensor:
     """(L,) int64 on the host: row r of the merged order is packed patch `index[r]`; for one 2x4 grid 0 1 4 5 2 3 6 7.
 
     ValueError naming the first grid that the merge kernel does not divide.
@@ -195,7 +197,7 @@ def build_merge_gather_idx(grid_hws: Sequence[Grid], merge_kernel_size: tuple[in
     return pack_grid_arrays(grid_hws, len(grid_hws), merge_kernel_size).to("cpu")["merge_gather_idx"]
 
 
-def _offsets(grid_hws: Sequence[Grid], slots: int) -> list[int]:
+def _offsets(grid_hws: Sequence[GridLike], slots: int) -> list[int]:
     """Lengths 8, 4 in three slots give [0, 8, 12, 12]."""
     offsets = list(accumulate(patch_counts(grid_hws), initial=0))
     return offsets + offsets[-1:] * (slots - len(grid_hws))

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import initialization as init
 
 from ..config import EncoderOptions, MoonViTConfig
-from ..geometry import Grid
+from ..geometry import Grid, GridLike
 from ..kernels.memory import upload
 from ..kernels.packed_linear import release_packed
 from .checkpoint import StrictPreTrainedModel
@@ -80,7 +80,7 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
 
     def prepare_encoder_metadata(
         self,
-        grid_hws: Sequence[Grid] | Tensor,
+        grid_hws: Sequence[GridLike] | Tensor,
         max_images: int | None = None,
         device: torch.device | str | None = None,
     ) -> EncoderMetadata:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..geometry import Grid, patch_counts
+from ..geometry import GridLike, patch_counts
 from ..kernels.dispatch import compute_dtype
 from ..kernels.memory import empty_rows
 from ..kernels.weight_state import WeightState
@@ -38,7 +38,7 @@ _BLOCK_BYTES = 4 * 2**20
 
 AxisTaps = tuple[Tensor, Tensor]
 AxisTapsOf = Callable[[int, int], AxisTaps]
-PositionOperator = Callable[[Tensor, Grid, AxisTapsOf], Iterator[Tensor]]
+PositionOperator = Callable[[Tensor, GridLike, AxisTapsOf], Iterator[Tensor]]
 
 
 class Learnable2DInterpPosEmb(nn.Module):
@@ -55,13 +55,13 @@ class Learnable2DInterpPosEmb(nn.Module):
         self.axes = PositionCache(max_bytes=AXIS_CACHE_BYTES)
 
     def forward(
-        self, grid_hws: Sequence[Grid], dtype: torch.dtype | None = None, implementation: str = "interpolate"
+        self, grid_hws: Sequence[GridLike], dtype: torch.dtype | None = None, implementation: str = "interpolate"
     ) -> Tensor:
         """`get_pos_embeds`, as a call of the module, so that its hooks run."""
         return self.get_pos_embeds(grid_hws, dtype, implementation)
 
     def get_pos_embeds(
-        self, grid_hws: Sequence[Grid], dtype: torch.dtype | None = None, implementation: str = "interpolate"
+        self, grid_hws: Sequence[GridLike], dtype: torch.dtype | None = None, implementation: str = "interpolate"
     ) -> Tensor:
         """(L, D) embeddings of all patches of `grid_hws`, packed image after image, on the table's device.
 
@@ -82,12 +82,12 @@ class Learnable2DInterpPosEmb(nn.Module):
         table = weight.to(compute_dtype(weight.dtype))
         return _pack((block for grid in grid_hws for block in operator(table, grid, taps)), grid_hws, dtype, weight)
 
-    def _get_cached(self, weight: Tensor, grid_hws: Sequence[Grid], dtype: torch.dtype, taps: AxisTapsOf) -> Tensor:
+    def _get_cached(self, weight: Tensor, grid_hws: Sequence[GridLike], dtype: torch.dtype, taps: AxisTapsOf) -> Tensor:
         self.cache.watch(weight)
         table = cache(partial(weight.to, compute_dtype(weight.dtype)))  # cast once a call, when a grid is missing
         device = str(weight.device)
 
-        def make(grid: Grid) -> Tensor:
+        def make(grid: GridLike) -> Tensor:
             return _pack(resample_adaptive(table(), grid, taps), [grid], dtype, weight)
 
         entries = (self.cache.get((*grid, dtype, device), partial(make, grid)) for grid in grid_hws)
@@ -109,7 +109,7 @@ class Learnable2DInterpPosEmb(nn.Module):
         return taps
 
 
-def _pack(blocks: Iterable[Tensor], grid_hws: Sequence[Grid], dtype: torch.dtype, weight: Tensor) -> Tensor:
+def _pack(blocks: Iterable[Tensor], grid_hws: Sequence[GridLike], dtype: torch.dtype, weight: Tensor) -> Tensor:
     """Consecutive rows of all `grid_hws` as one new (L, D) on the weight's device; cast and packed in one pass."""
     dim, device = weight.shape[-1], weight.device
     if device.type != "cpu":
@@ -141,7 +141,7 @@ def axis_taps(out_size: int, in_size: int, dtype: torch.dtype, device: torch.dev
         return index.clamp(0, in_size - 1), weights.to(dtype)
 
 
-def resample_interpolate(table: Tensor, grid: Grid, taps: AxisTapsOf) -> Iterator[Tensor]:
+def resample_interpolate(table: Tensor, grid: GridLike, taps: AxisTapsOf) -> Iterator[Tensor]:
     """(H, W, D) table -> the (h*w, D) embedding: torch's bicubic."""
     if table.shape[:2] == grid:
         yield table.flatten(0, 1)
@@ -151,7 +151,7 @@ def resample_interpolate(table: Tensor, grid: Grid, taps: AxisTapsOf) -> Iterato
     yield resampled.squeeze(0).permute(1, 2, 0).flatten(0, 1)
 
 
-def resample_gather(table: Tensor, grid: Grid, taps: AxisTapsOf) -> Iterator[Tensor]:
+def resample_gather(table: Tensor, grid: GridLike, taps: AxisTapsOf) -> Iterator[Tensor]:
     """(H, W, D) table -> the (h*w, D) embedding in blocks: each patch a weighted sum of 16 rows."""
     (height, width), (h, w) = table.shape[:2], grid
     if (height, width) == grid:
@@ -164,7 +164,7 @@ def resample_gather(table: Tensor, grid: Grid, taps: AxisTapsOf) -> Iterator[Ten
         yield _weighted_rows(table.flatten(0, 1), index.flatten(2), weight.flatten(2))
 
 
-def resample_separable(table: Tensor, grid: Grid, taps: AxisTapsOf) -> Iterator[Tensor]:
+def resample_separable(table: Tensor, grid: GridLike, taps: AxisTapsOf) -> Iterator[Tensor]:
     """(H, W, D) table -> the (h*w, D) embedding in blocks: one axis with 4 taps, then the other with 4."""
     (height, width), (h, w) = table.shape[:2], grid
     if (height, width) == grid:
@@ -187,7 +187,7 @@ def resample_separable(table: Tensor, grid: Grid, taps: AxisTapsOf) -> Iterator[
             yield _weighted_rows(resampled, index, y_weight.unsqueeze(1))
 
 
-def resample_adaptive(table: Tensor, grid: Grid, taps: AxisTapsOf) -> Iterator[Tensor]:
+def resample_adaptive(table: Tensor, grid: GridLike, taps: AxisTapsOf) -> Iterator[Tensor]:
     """Whichever of the two above moves fewer rows: each tap is a row read, each row made is written and read once."""
     (height, width), (h, w) = table.shape[:2], grid
     between = min(h * width, height * w)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..geometry import MAX_GRID_SIDE, Grid
+from ..geometry import MAX_GRID_SIDE, GridLike
 
 
 class Rope2DPosEmb:
@@ -42,7 +42,7 @@ class Rope2DPosEmb:
 
     def get_cos_sin(
         self,
-        grid_hws: Sequence[Grid],
+        grid_hws: Sequence[GridLike],
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
@@ -59,7 +59,9 @@ class Rope2DPosEmb:
             parts.append(torch.stack((columns, rows), dim=-2).view(h * w, self.dim // 2, 2))
         return torch.cat(parts)
 
-    def gather_cos_sin(self, positions: Tensor, grid_hws: Sequence[Grid], dtype: torch.dtype = torch.float32) -> Tensor:
+    def gather_cos_sin(
+        self, positions: Tensor, grid_hws: Sequence[GridLike], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """`get_cos_sin`, bit for bit, by one gather: the number of kernels does not depend on the number of images.
 
         Args:
@@ -73,14 +75,14 @@ class Rope2DPosEmb:
 
     def get_freqs_cis_by_seqlens_list(
         self,
-        grid_hws: Sequence[Grid],
+        grid_hws: Sequence[GridLike],
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """(L, dim/2) complex factors of all patches, image after image: a view of `get_cos_sin`."""
         return torch.view_as_complex(self.get_cos_sin(grid_hws, device, dtype))
 
-    def _longest_side(self, grid_hws: Sequence[Grid]) -> int:
+    def _longest_side(self, grid_hws: Sequence[GridLike]) -> int:
         for h, w in grid_hws:
             if h > self.max_height or w > self.max_width:
                 raise ValueError(f"grid {h}x{w} exceeds the largest, {self.max_height}x{self.max_width}")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..geometry import Grid, as_grid_list, patch_counts
+from ..geometry import GridLike, as_grid_list, patch_counts
 from ..moonvit.model import MoonVitPretrainedModel
 from .balance import balance_by_cost
 from .calls import rank_errors
@@ -54,14 +54,14 @@ class AutoParallelTower:
     def group(self) -> dist.ProcessGroup:
         return self._group.get()
 
-    def choose(self, grid_hws: Sequence[Grid] | Tensor) -> str:
+    def choose(self, grid_hws: Sequence[GridLike] | Tensor) -> str:
         """ "data" or "tensor", the same on every rank."""
         ranks = self.group.size()
         if ranks not in tensor_parallel_sizes(self.tower.config):
             return "data"
         return self.cost_model.choose(patch_counts(as_grid_list(grid_hws)), ranks)
 
-    def __call__(self, pixel_values: Tensor, grid_hws: Sequence[Grid] | Tensor) -> Tensor:
+    def __call__(self, pixel_values: Tensor, grid_hws: Sequence[GridLike] | Tensor) -> Tensor:
         """(L, 3, 14, 14) of all images and (n, 2) grids -> (T, 4, D) in the order of the images, on every rank."""
         try:
             mode = self.choose(grid_hws)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import MoonViTConfig
-from ..geometry import Grid, as_grid_list, patch_counts, token_counts
+from ..geometry import Grid, GridLike, as_grid_list, patch_counts, token_counts
 from ..kernels.memory import upload
 from .balance import Assignment, QuadraticCost, balance_by_cost, get_dp_encoder_lb_assignment
 from .calls import describe_images, same_call
@@ -89,7 +89,7 @@ class DataParallelPlan:
 def run_dp_sharded_vision_model(
     tower: VisionTower,
     pixel_values: Tensor | None,
-    grid_hws: Sequence[Grid] | Tensor,
+    grid_hws: Sequence[GridLike] | Tensor,
     group: dist.ProcessGroup,
     *,
     load_pixels: LoadPixels | None = None,
