@@ -230,7 +230,7 @@ assert "cu_seqlens" in program.source and "merge_gather_idx" in program.source
 # | these pictures only | `select_encoder_cudagraph_items` | grids stay on the host | grids become a tensor on the device |
 # | buffers to capture with | `prepare_encoder_cudagraph_capture_inputs` | one set; budgets are views of it | one set a budget |
 # | values to replay with | `prepare_encoder_cudagraph_replay_buffers` | `prepare_encoder_metadata` | the same, after the grids are read back |
-# | the captured forward | `encoder_cudagraph_forward` | padding is a segment of its own | padding is in no segment |
+# | the captured forward | `encoder_cudagraph_forward` | padding is in segments without an image | padding is in no segment |
 # | the forward without a graph | `encoder_eager_forward` | if too large, or too much padding | if too large |
 # | out of the static buffer | `postprocess_encoder_output` | the runner copies | copies, `clone=True` |
 # | who asks | `EncoderCudaGraphManager` | `EncoderCudaGraphRunner` | |
@@ -378,7 +378,7 @@ for name, encode in {"naive": by_total, "runner": runner}.items():
 # ### 5. Padding that crosses
 #
 # A budget is rarely full. What lies behind the last picture is what an earlier replay left, and in a pool of memory that can be anything, NaN too. Here a graph of 32 patches gets a picture of 16; all inputs are rewritten, but the
-# lengths of its capture, one segment of 32, are frozen. The runner's offsets are data, and the padding is a segment of its own: every operator writes every row, and no attention crosses. `poison` fills all that a replay must
+# lengths of its capture, one segment of 32, are frozen. The runner's offsets are data, and the padding is in segments without an image: every operator writes every row, and no attention crosses. `poison` fills all that a replay must
 # not read with NaN: random calls through four budgets, after larger and smaller ones, with pictures that are too large:
 
 # %%
