@@ -205,7 +205,11 @@ class EncoderCudaGraphRunner:
         return out
 
     def graph(self, budget: int) -> CapturedGraph:
-        """The graph of one of the budgets, captured if it has not been."""
+        """The graph of one of the budgets, captured if it has not been, for measurements.
+
+        Its `replay` reads what the inputs hold: do not call it after a replay of another budget, whose offsets may lie
+        past its end.
+        """
         return self.capture().graphs[budget]
 
     def _replay(self, part: dict[str, Any], replay: Replay) -> Tensor:
