@@ -1,121 +1,323 @@
-"""The figures: what is drawn is what was given, and lightness alone keeps the colours apart."""
+"""The figures: each one draws and is labelled; where a wrong mark would mislead, what is drawn is what was given."""
 
 from itertools import combinations
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb, to_rgba
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
 from matplotlib.container import BarContainer
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Rectangle, StepPatch
 
-from kimivl_lab import KimiVLConfig, plots
+from kimivl_lab import KimiVLConfig, MoonViTConfig, plots
+from kimivl_lab.graphs.packing import Replay
 from kimivl_lab.measure.timing import Timing
+from kimivl_lab.planner.plan import plan_budgets
+from kimivl_lab.planner.workload import TokenCounts, count_tokens
+from kimivl_lab.plots import amx, attention, budgets, cache, cost_model, floor, graphs, parallel, position, rope, syncs
+from kimivl_lab.plots.cost_model import ScalingPoint
+from kimivl_lab.plots.syncs import BufferStep, Timeline
 from tests.drawing import drawing, picture, words  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("drawing")
 
+TITLES = {"title": "a title", "subtitle": "a subtitle"}
+TITLE = {"title": "a title"}
 
-def lightness(color):
-    """CIE L* of a colour: what greyscale keeps of it."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
-    luminance = float(np.dot((0.2126, 0.7152, 0.0722), linear))
-    return 116 * luminance ** (1 / 3) - 16
+
+def around(ms):
+    return Timing(0.8 * ms, ms, 1.25 * ms, 5)
+
+
+def timed(case, variant, ms, patches=1024, **more):
+    times = {f"latency_ms_{name}": factor * ms for name, factor in (("p20", 0.8), ("p50", 1), ("p80", 1.25))}
+    return {"case": case, "variant": variant, "patches": patches, **times, **more}
+
+
+def call(budget, tokens, eager, replay):
+    """The rows of one whole call of a record of graphs."""
+    more = {"phase": "budget", "budget_tokens": budget, "tokens": tokens}
+    return [timed("", way, ms, **more) for way, ms in (("eager", eager), ("replay", replay))]
+
+
+def recorded(case, ms, auto, collectives, predicted=1.0):
+    """One batch's rows of a record of ranks: modes by their median, auto with the collectives of its choice."""
+    counts = (0, 1, 12, collectives)
+    return [
+        timed(case, mode, p50, ranks_count=2.0, collective_count=count, predicted_ms=predicted * p50)
+        for (mode, p50), count in zip((ms | {"auto": auto}).items(), counts, strict=True)
+    ]
+
+
+CUT = recorded("1 of 40x40", {"single": 200.0, "data": 210.0, "tensor": 120.0}, 126.0, 12, predicted=1.1)
+SHARED = recorded("8 of coco_val2017", {"single": 1000.0, "data": 500.0, "tensor": 700.0}, 510.0, 1)
+FLOOR = [
+    timed("8 of receipts", "slow", 600.0, 34232, floor_ms=10.0),
+    timed("8 of receipts", "fast", 30.0, 34232, floor_ms=10.0),
+    timed("4x40", "slow", 8.0, 160, floor_ms=1.0),
+    timed("4x40", "fast", 2.0, 160, floor_ms=1.0),
+]
+NAMES = {"slow": "torch", "fast": "ours"}
+ATTENTION = [timed("32x32", "sdpa", 9.0), timed("32x32", "amx", 6.0), timed("32x32", "sdpa_masked", 11.0)]
+FORWARDS = [
+    timed("32x32", "transformers", 7000.0, peak_share=0.5),
+    timed("32x32", "kimivl_lab", 3500.0, peak_share=0.9),
+]
+TOWERS = {"transformers": "theirs", "kimivl_lab": "ours"}
+CALLS = [*call(4.0, 2.0, 10.0, 9.0), *call(4.0, 4.0, 10.0, 5.0), *call(64.0, 32.0, 20.0, 38.0)]
+CALLS += call(64.0, 64.0, 40.0, 39.0)
+CAPTURES = [
+    {"phase": "capture", "variant": "replay", "budget_tokens": budget, "capture_ms": ms, "pool_mib": mib}
+    for budget, ms, mib in ((4.0, 500.0, 0.0), (64.0, 900.0, 60.5))
+]
+SIZES = [(28 * 50, 28, 7), (28 * 15, 28 * 20, 3)]
+PLANS = {engine: plan_budgets(SIZES, (1, 2), engine=engine) for engine in ("vllm", "lab")}
+COUNTS = TokenCounts(np.array([10, 40, 100]), np.array([2.0, 1.0, 1.0]))
+CACHE = {"case": "a", "bound_entries": None, "bound_mib": None}
+RATES = [
+    CACHE | {"variant": "lru by bytes", "bound_mib": 64.0, "largest_mib": 60.0, "hit_rate": 0.8},
+    CACHE | {"variant": "fifo by entries", "bound_entries": 256.0, "largest_mib": 500.0, "hit_rate": 0.9},
+]
+OPERATOR = attention.Operator(10**6, 10**7, Timing(1.9, 2.0, 2.2, 5))
+MAXIMA = amx.Maxima([[3.0], [9.0]], [[3.0], [9.0]], [[False], [True]])
+CONFIG = MoonViTConfig.preset("kimi-vl-a3b")
+WAITING = Timeline(launches=[(0, 2), (2, 4), (14, 16)], waits=[(4, 14)], kernels=[(2, 5), (5, 8), (16, 19)])
+REWRITTEN = [BufferStep("host", "A", 0, "A"), BufferStep("host", "B", 0, "B"), BufferStep("device", "A", 0, "B")]
+POINTS = [ScalingPoint("data", 2, 1.0, 2.0, False), ScalingPoint("tensor", 64, 1.5, 20.0, True)]
+SQUARE = np.eye(2)
+
+# name of the figure -> (how to draw it, what a reader must find written in it)
+FIGURES = {
+    "patch_grid": (lambda: plots.patch_grid(picture(6, 3)), ["6 x 3 px become 4 patches, 1 token"]),
+    "patch_gallery": (lambda: plots.patch_gallery([{"wide": picture(900, 100)}, {"tiny": picture(6, 3)}]),
+                      ["tiny, 6 x 3 px", "1 token", "98 % padding"]),
+    "encoder_diagram": (lambda: plots.encoder_diagram({"a": picture(640, 427)}, KimiVLConfig.preset("kimi-vl-a3b")),
+                        ["1,472 patches in, 368 tokens out", "368 x 4,608", "27 blocks"]),
+    "flops_by_size": (lambda: plots.flops_by_size([16, 64], {"linear": [0.75, 0.5], "attention": [0.25, 0.5]},
+                                                  {"limit": 32}, "t"), ["linear", "attention", "limit"]),
+    "stage_profile": (lambda: plots.stage_profile({"a": 0.25, "b": 0.75}, {"a": around(3), "b": around(5)},
+                                                  {"a": 1.0, "b": 5.0}, **TITLES), ["3.0x", "1.0x", "38%", "62%"]),
+    "token_distribution": (lambda: plots.token_distribution({"large": [1100, 1050, 900]}, 1024, "t"),
+                           ["large", "median 1,050, 67% over"]),
+    "limit_map": (lambda: plots.limit_map([16, 1000], np.array([[4, 144], [144, 4356]]), 4096, 5400,
+                                          [(1000, 1000, 4356)], "t"), ["1000 x 1000: 4,356"]),
+    "padding_cost": (lambda: plots.padding_cost({"a": 0.02}, {"a": 0.03}, [(4, 0.5)], [(1, 1.0)], "t"), ["a", "5.0%"]),
+    "useful_share": (lambda: amx.useful_share([64, 72], {"one": [1.0, 0.75]}, 72, **TITLE),
+        ["one", "75%", "head size 72"]),
+    "running_maxima": (lambda: amx.running_maxima({"slack 0": MAXIMA, "slack 8": MAXIMA}, ["steep"], 128, **TITLE,
+                                                  slack=[0, 8]), ["slack 8", "steep: 1 rescalings", "keys seen"]),
+    "recorded_wins": (lambda: amx.recorded_wins(ATTENTION, FORWARDS, {"sdpa": "sdpa", "amx": "ours"}, TOWERS, **TITLES),
+                      ["1.5x", "32 x 32\n1,024 patches", "7.00 / 3.50 s"]),
+    "packed_mask": (lambda: attention.packed_mask({"a": picture(56, 112), "b": picture(28, 28)}, [1], {"w": [0]},
+                                                  bound=("bound", [1], [0]), **TITLE),
+        ["a, 32", "b, 4", "bound"]),
+    "missing_rows": (lambda: attention.missing_rows([{"batch": {"a": (picture(112, 56), 8)}}], **TITLE),
+                     ["batch", "24 of 32 missing"]),
+    "memory_growth": (lambda: attention.memory_growth([1, 4], {"mask": [1.0, 2.0**20]}, [(4, 1.5)], (4, 1.0, "here"),
+                                                      **TITLES), ["mask", "1 MiB", "1 TiB", "here"]),
+    "roofline": (lambda: attention.roofline({"pass": OPERATOR}, 100.0, 10.0, **TITLES),
+                 ["pass", "2.0x", "ridge 10", "100 GFLOP/s", "10.0 GB/s"]),
+    "packed_replays": (lambda: budgets.packed_replays([90, 100, 5000], {"exact": [Replay((0, 1), 190, 256),
+                                                      Replay((2,), 5000, None)]}, **TITLE),
+                       ["exact", "1.01 rows a real row", "eager", "256", "5,000"]),
+    "plan_overview": (lambda: budgets.plan_overview("mine.csv", count_tokens(SIZES), PLANS),
+                      ["mine.csv: CUDA-graph budgets for 10 images", f"{PLANS['vllm'].waste[1]:.2f} times"]),
+    "hit_rates": (lambda: cache.hit_rates(RATES, {"a": "letters"}, entries=256, mib=64, **TITLES),
+                  ["letters", "least recently used, bounded in bytes", "256 entries", "64 MiB", "most MiB held"]),
+    "predicted_against_measured": (lambda: cost_model.predicted_against_measured({"data": [(around(6), 6)]},
+                                   {"single": [(around(20), 20)]}, 0.15, **TITLES), ["measured, ms", "predicted, ms"]),
+    "crossover_map": (lambda: cost_model.crossover_map({"2 ranks": np.array([[2.0, 0.25]])}, [64, 512], [1], **TITLES),
+                      ["2 ranks", "2.0", "1/4", "patches of one image"]),
+    "scaling": (lambda: cost_model.scaling({"a batch": POINTS}, **TITLES), ["a batch", "hollow: simulated"]),
+    "times_over_floor": (lambda: floor.times_over_floor(FLOOR, NAMES, reference="slow", best="fast", title="t",
+                                                         subtitle="s"),
+                         ["4 x 40, 160 patches", "8 receipt scans, 34,232", "4.0x", "20.0x", "torch\n/ ours"]),
+    "launch_timeline": (lambda: graphs.launch_timeline({"eager": ([(0, 1), (1, 1)], [(1, 0.5), (2, 0.5)])}, **TITLES),
+                        ["eager: host", "2.5 launches, device busy 40%"]),
+    "two_staircases": (lambda: graphs.two_staircases({"w": COUNTS}, {"w": ([64, 128], [10, 40, 110])}, ("twos", "own"),
+                                                     **TITLE), ["w: 2.00 to 1.06 times", "more with twos"]),
+    "replay_steps": (lambda: graphs.replay_steps([1, 4], [around(1), around(2)], {4: around(1.5)}, {"host": [1, 1]},
+                                                 **TITLES),
+        ["eager", "replay", "host", "a graph costs more than eager"]),
+    "time_ratios": (lambda: graphs.time_ratios({"a": 0.5, "b": 2.0}, **TITLES), ["a", "b", "0.50", "2.00"]),
+    "recorded_replays": (lambda: graphs.recorded_replays([*CALLS, *CAPTURES], **TITLES),
+                         ["50% full", "100\ncalls", "spreads\noverlap", "64\n+60.5", "2 times the rows"]),
+    "who_holds_what": (lambda: parallel.who_holds_what(CONFIG, 4, "t"),
+        ["rank 3", "all-reduce", "gather", "F = 4,304"]),
+    "schedule": (lambda: parallel.schedule({"even": [[(4096, 4.0)], [(64, 4.0)]]}, 4.0, axis="ms", **TITLES),
+                 ["even: slowest rank 0.0% over the bound, 0% of", "4,096", "ms"]),
+    "bytes_through_layers": (lambda: parallel.bytes_through_layers(27, 9.5, 9.5, "t"),
+                             ["54 x 9.5 = 513 MB", "54 times less", "layers done"]),
+    "recorded_modes": (lambda: parallel.recorded_modes(SHARED + CUT, **TITLES),
+                       ["tensor, 1.05x", "data, 1.02x", "1 of 40 x 40\n1,024 patches, 200 ms", "predicted", "1 / 2"]),
+    "similarity_maps": (lambda: position.similarity_maps({"table": [((1, 0), SQUARE)]}, "t"), ["table"]),
+    "kernel_and_centres": (lambda: position.kernel_and_centres(np.arange(3.0), {"one": np.zeros(3)},
+                                                               {"half": np.array([0.5])}, 4, "t"), ["one", "half"]),
+    "fault_maps": (lambda: position.fault_maps({"a": SQUARE, "b": SQUARE / 9}, "t"), ["a", "b", "relative error"]),
+    "error_by_side": (lambda: position.error_by_side([2, 4, 64], {"a": [1e-6, 2e-6, 0.0]}, "t", "a note"),
+                      ["a", "a note"]),
+    "phase_maps": (lambda: rope.phase_maps({"columns": [("slot 0", SQUARE)] * 2, "rows": [("slot 1", SQUARE)] * 2},
+                   "t"),
+        ["rows", "slot 1"]),
+    "wavelengths": (lambda: rope.wavelengths([6.0, 129.0], {"the side": 64}, 64, "t"), ["the side"]),
+    "swapped_axes": (lambda: rope.swapped_axes({"2 x 2": [("right", SQUARE)]}, "t"), ["2 x 2", "right", "+1.0"]),
+    "score_maps": (lambda: rope.score_maps({(1, 0): SQUARE, (0, 0): SQUARE}, "t"),
+        ["query at row 1, column 0", "score"]),
+    "angle_errors": (lambda: rope.angle_errors([1, 2], {"low": [1e-3, 0.1], "high": [0.0, 1e-7]}, "t"),
+        ["low", "high"]),
+    "timelines": (lambda: syncs.timelines({"waiting": WAITING}, axis="µs", **TITLES),
+                  ["waiting", "µs", "host waits", "device idle"]),
+    "waits_by_depth": (lambda: syncs.waits_by_depth([2, 27], {"each layer": {1: [5, 30]}, "no layer": {1: [0, 0]}},
+                       **TITLE),
+                       ["each layer", "no layer", "images in the batch"]),
+    "pinned_buffers": (lambda: syncs.pinned_buffers({"rewritten": REWRITTEN}, **TITLE),
+                       ["rewritten", "writes A", "wants A, gets B", "buffer 1"]),
+    "price_of_waits": (lambda: syncs.price_of_waits([1.0, 10.0], {"5 µs": [26.0, 30.0]}, {"30 waits": ([0.2, 0.1],
+                       [0.6, 0.3])}, marks={"known": (7, 0.03)}, **TITLES), ["5 µs", "30 waits", "known"]),
+    "published_savings": (lambda: syncs.published_savings({"alone": (0.25, 1.2, 1.05)}, **TITLES), ["alone", "1.05"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_draws_and_says_what_it_shows(name):
+    draw, expected = FIGURES[name]
+    fig, _ = draw()
+    text = words(fig)
+    assert [one for one in expected if one not in text] == []
 
 
 def test_colours_stay_apart_in_greyscale():
-    steps = [lightness(color) for color in plots.COLORS.values()]
-    assert min(abs(a - b) for a, b in combinations(steps, 2)) > 8, [round(step) for step in steps]
-
-
-def test_patch_grid_says_what_the_geometry_counts():
-    fig, (whole, corner) = plots.patch_grid(picture(600, 400))
-    text = words(fig)
-    assert "600 x 400 px become 1,320 patches, 330 tokens" in text and "30 x 44 patches" in text
-    assert whole.get_xlim() == (0, 616) and whole.get_ylim() == (420, 0)
-    assert corner.get_xlim() == (616 - 84, 616)
-    numbers = {t.get_text() for t in corner.texts}
-    assert len(numbers) == 36 and {"1319", "1094"} <= numbers
-
-
-def test_patch_grid_of_a_picture_smaller_than_the_corner():
-    fig, (_, corner) = plots.patch_grid(picture(6, 3))
-    words(fig)
-    assert {t.get_text() for t in corner.texts} == {"0", "1", "2", "3"}
-
-
-def test_gallery_keeps_rows_and_captions():
-    rows = [{"wide": picture(900, 100)}, {"tall": picture(60, 1024), "tiny": picture(6, 3)}]
-    fig, axes = plots.patch_gallery(rows)
-    assert list(axes) == ["wide", "tall", "tiny"]
-    assert axes["tiny"].get_title(loc="left") == "tiny, 6 x 3 px\n2 x 2 patches\n1 token\n98 % padding"
-    words(fig)
-    assert axes["wide"].get_position().y0 > axes["tall"].get_position().y1
-
-
-def test_encoder_diagram_draws_tensors_to_scale():
-    config = KimiVLConfig.preset("kimi-vl-a3b")
-    fig, ax = plots.encoder_diagram({"a": picture(640, 427), "b": picture(451, 300)}, config)
-    text = words(fig)
-    assert "2,220 patches in, 555 tokens out" in text and "555 x 4,608" in text and "27 blocks" in text
-    navy = [
-        bar for bar in ax.patches if isinstance(bar, Rectangle) and bar.get_facecolor() == to_rgba(plots.COLORS["navy"])
-    ]
-    features = [bar.get_width() / navy[0].get_width() * 588 for bar in navy if bar.get_width() != bar.get_height()]
-    assert features == pytest.approx([588, 1152, 1152, 4608, 2048])
-
-
-def test_flops_by_size_fills_the_whole():
-    shares = {"linear": [0.75, 0.5], "attention": [0.25, 0.5]}
-    fig, ax = plots.flops_by_size([16, 1024], shares, {"limit": 512}, "a title")
-    tops = [np.asarray(area.get_paths()[0].vertices)[:, 1].max() for area in ax.collections]
-    assert tops == [0.75, 1.0]
-    assert "limit" in words(fig) and "attention" in words(fig)
-
-
-def test_stage_profile_draws_shares_and_ratios():
-    flops = {"attention": 0.25, "MLP": 0.75, "rope": 0.0}
-    times = {"attention": Timing(2, 3, 4, 9), "MLP": Timing(4, 5, 6, 9), "rope": Timing(1, 2, 3, 9)}
-    roofline = {"attention": 1.0, "MLP": 5.0, "rope": 0.1}
-    fig, (left, right) = plots.stage_profile(flops, times, roofline, title="t", subtitle=plots.measured_on("cpu"))
-    predicted, measured = (c for c in left.containers if isinstance(c, BarContainer))
-    assert [bar.get_width() for bar in predicted] == [0.25, 0.75, 0.0]
-    assert [bar.get_width() for bar in measured] == pytest.approx([0.3, 0.5, 0.2])
-    assert np.asarray(right.lines[0].get_xdata()) == pytest.approx([3, 1, 20])
-    assert all(word in words(fig) for word in ("3.0x", "1.0x", "20.0x", "cores"))
-
-
-def test_token_distribution_sorts_by_median_and_counts_what_is_over():
-    fig, ax = plots.token_distribution({"large": [1100, 1050, 900], "small": [1, 16, 20]}, 1024, "a title")
-    text = words(fig)
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["small", "large"]
-    assert "median 1,050, 67% over" in text and "median 16, 0% over" in text
-
-
-def test_limit_map_shades_and_marks_what_passes_the_limit():
-    sides = [16, 1000, 8000]
-    patches = np.array([[4, 144, 0], [144, 4356, 4380], [0, 4380, 4096]])
-    fig, (area, shape) = plots.limit_map(sides, patches, 4096, 5400, [(1000, 1000, 4356)], "a title")
-    drawn = np.ma.getmaskarray(np.ma.asarray(area.collections[0].get_array()))
-    assert drawn.tolist() == (patches == 0).tolist()
-    assert sorted(patches for _, patches in points(shape)) == [4356, 4380, 4380]
-    assert "1000 x 1000: 4,356" in words(fig)
-    warm = [red > blue for red, _, blue, _ in (drawn_color(area, value) for value in (4096, 4097))]
-    assert warm == [False, True], "the limit itself is not above the limit"
-
-
-def test_padding_cost_stacks_both_kinds():
-    fig, (left, right) = plots.padding_cost({"a": 0.02}, {"a": 0.03}, [(4, 0.5), (9, 0.25)], [(1, 1.0), (4, 0.7)], "t")
-    blank, partly = (bars.patches[0] for bars in left.containers if isinstance(bars, BarContainer))
-    assert (blank.get_width(), partly.get_x(), partly.get_width()) == pytest.approx((0.02, 0.02, 0.03))
-    assert points(right) == [[4, 0.5], [9, 0.25]]
-    assert "5.0%" in words(fig)
+    linear = np.array([to_rgb(color) for color in plots.COLORS.values()])
+    linear = np.where(linear <= 0.04045, linear / 12.92, ((linear + 0.055) / 1.055) ** 2.4)
+    lightness = 116 * (linear @ (0.2126, 0.7152, 0.0722)) ** (1 / 3) - 16  # CIE L*
+    assert min(abs(a - b) for a, b in combinations(lightness, 2)) > 8
 
 
 def points(ax):
-    """The scattered points of an axes."""
-    return np.asarray(ax.collections[0].get_offsets()).tolist()
+    """Label -> (x, y) of each line that has one."""
+    labelled = [line for line in ax.lines if not str(line.get_label()).startswith("_") and len(line.get_xdata())]
+    return {str(line.get_label()): np.asarray(line.get_xydata()).round(6).tolist() for line in labelled}
 
 
-def drawn_color(ax, value):
-    mesh = ax.collections[0]
-    return mesh.cmap(mesh.norm(value))
+def whiskers(ax):
+    """(low, high) of each horizontal line of the line collections."""
+    found = [one for one in ax.collections if isinstance(one, LineCollection)]
+    lines = [line for one in found for line in one.get_segments()]
+    return [(line[0, 0], line[1, 0]) for line in lines if line[0, 1] == line[1, 1]]
+
+
+def hollow(ax, face="none"):
+    """[x, y] points of each line of hollow marks."""
+    found = [line for line in ax.lines if line.get_markerfacecolor() == face and len(line.get_xdata())]
+    return [np.asarray(line.get_xydata()).round(3).tolist() for line in found]
+
+
+def area(stairs):
+    """Between a staircase and its baseline."""
+    values, edges, baseline = stairs.get_data()
+    return float(((values - (0 if baseline is None else baseline)) * np.diff(edges)).sum())
+
+
+def test_marks_and_whiskers_stand_where_the_record_says():
+    predicted = {"slow": 5.0}
+    _, ax = floor.times_over_floor(
+        FLOOR, NAMES, reference="slow", best="fast", predicted=predicted, title="t", subtitle="s"
+    )
+    drawn = points(ax)
+    assert drawn["torch"] == [[8, 1], [600, 0]] and drawn["ours"] == [[2, 1], [30, 0]]
+    assert drawn["byte floor"] == [[1, 1], [10, 0]]
+    assert hollow(ax) == [[[5, 1], [50, 0]]]
+    assert np.allclose(whiskers(ax), [(6.4, 10), (480, 750), (1.6, 2.5), (24, 37.5)])
+
+
+def test_modes_stand_over_one_rank_and_the_batch_to_cut_comes_first():
+    _, ax = parallel.recorded_modes(SHARED + CUT, **TITLES)
+    drawn = {mode: [x for x, _ in marks] for mode, marks in points(ax).items()}
+    assert drawn["data parallel"] == [1.05, 0.5] and drawn["auto"] == [0.63, 0.51]
+    assert drawn["tensor parallel"] == [0.6, 0.7]
+    assert [[x for x, _ in line] for line in hollow(ax)][2] == [0.66, 0.7]
+
+
+def test_shares_of_the_peak_and_ratios_are_the_records():
+    _, (left, right) = amx.recorded_wins(ATTENTION, FORWARDS, {"sdpa": "sdpa", "amx": "ours"}, TOWERS, **TITLES)
+    assert points(left) == {"sdpa": [[9, 0]], "ours": [[6, 0]]}
+    assert points(right) == {"theirs": [[0.5, 0]], "ours": [[0.9, 0]]}
+    assert np.allclose(whiskers(right), [(0.4, 0.625), (0.72, 1.125)])
+
+
+def test_faster_and_slower_lie_on_their_sides_of_one():
+    _, ax = graphs.time_ratios({"a": 0.5, "b": 2.0}, **TITLES)
+    marked = {line.get_marker(): np.asarray(line.get_xydata()) for line in ax.lines}
+    assert marked["o"][0].tolist() == [0.5, 1] and marked["s"][1].tolist() == [2, 0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"] and ax.get_yticks().tolist() == [1, 0]
+
+
+def test_replays_are_drawn_over_eager_by_their_filling():
+    _, (left, right) = graphs.recorded_replays([*CALLS, *CAPTURES], **TITLES)
+    drawn = {label: [y for _, y in marks] for label, marks in points(left).items()}
+    assert drawn["50% full"] == [0.9, 1.9] and drawn["100% full"] == [0.5, 0.975]
+    assert np.asarray(right.lines[0].get_ydata()).tolist() == [500, 900]
+    with pytest.raises(ValueError, match="3 fillings, not 4"):
+        graphs.recorded_replays([*CALLS, *call(4.0, 1.0, 2.0, 1.0), *call(4.0, 3.0, 2.0, 1.0)], **TITLES)
+
+
+def test_areas_between_staircases_are_what_each_wastes():
+    _, (ax,) = graphs.two_staircases({"w": COUNTS}, {"w": ([64, 128], [10, 40, 110])}, ("twos", "own"), **TITLE)
+    more, wasted, images, *_ = (patch for patch in ax.patches if isinstance(patch, StepPatch))
+    real, first, second = 40.0, (64 + 64 + 64 + 128) / 4, (10 + 10 + 40 + 110) / 4
+    assert [area(one) for one in (images, wasted, more)] == pytest.approx([real, second - real, first - second])
+    _, axes = budgets.plan_overview("mine.csv", count_tokens(SIZES), PLANS)
+    shaded, images, outline = (patch for patch in axes[1].patches if isinstance(patch, StepPatch))
+    assert (
+        area(outline)
+        == pytest.approx(area(shaded) + area(images))
+        == pytest.approx(PLANS["vllm"].waste[1] * area(images))
+    )
+
+
+def test_a_schedule_draws_every_image_and_every_wait():
+    _, (ax,) = parallel.schedule({"uneven": [[(4096, 8.0)], [(64, 1.0), (1024, 2.0)], []]}, 4.0, axis="ms", **TITLES)
+    bars = [bar for group in ax.containers if isinstance(group, BarContainer) for bar in group]
+    drawn = [(bool(bar.get_hatch()), bar.get_x(), bar.get_width()) for bar in bars]
+    assert drawn == [(False, 0, 8), (True, 8, 0), (False, 0, 1), (False, 1, 2), (True, 3, 5), (True, 0, 8)]
+
+
+def test_the_mask_is_block_diagonal_and_to_scale():
+    pictures = {"a": picture(56, 112), "b": picture(84, 28), "c": picture(28, 28)}  # 32, 12, 4 patches
+    _, (mask, _) = attention.packed_mask(pictures, [1], {"w": [0]}, bound=("bound", [1], [0]), **TITLE)
+    boxes = [patch for patch in mask.patches if isinstance(patch, Rectangle) and not patch.get_hatch()]
+    drawn = [(*one.get_xy(), one.get_width(), one.get_height()) for one in boxes]
+    assert drawn == [(0, 0, 32, 32), (32, 32, 12, 12), (44, 44, 4, 4)]
+    assert list(mask.get_xticks()) == [0, 32, 44, 48]
+
+
+def test_operators_lie_on_the_roofline_plot_where_their_times_put_them():
+    product = attention.Operator(10**9, 10**7, around(15))  # 100 FLOP a byte
+    _, (left, right) = attention.roofline({"pass": OPERATOR, "product": product}, 100.0, 10.0, **TITLES)
+    marked = [np.asarray(line.get_xydata()).round(6).tolist() for line in left.lines if line.get_marker() in ("o", "s")]
+    assert sorted(point for line in marked for point in line) == [[0.1, 0.5], [100, 66.666667]]
+    predicted = next(line for line in right.lines if line.get_label() == "roofline")
+    assert np.asarray(predicted.get_xdata()).tolist() == [1, 10]
+
+
+def test_idle_is_all_that_is_not_a_kernel_until_both_are_done():
+    assert WAITING.idle == [(0, 2), (8, 16)] and WAITING.end == 19
+    _, (ax,) = syncs.timelines({"waiting": WAITING}, axis="µs", **TITLES)
+    bars = {str(one.get_label()): one.get_paths() for one in ax.collections}
+    drawn = {name: [tuple(path.get_extents().intervalx) for path in paths] for name, paths in bars.items()}
+    assert drawn["device idle"] == [(0, 2), (8, 16)] and drawn["host waits"] == [(4, 14)]
+    assert drawn["kernel"] == list(WAITING.kernels)
+
+
+def test_simulated_and_unreached_marks_are_hollow():
+    _, (ax,) = cost_model.scaling({"a batch": POINTS}, **TITLES)
+    assert [[64, 20]] in hollow(ax, "white") and [[2, 2]] not in hollow(ax, "white")
+    _, ax = rope.wavelengths([6.0, 128.0, 129.0], {"the side": 64}, 64, "t")
+    assert [np.asarray(line.get_ydata()).tolist() for line in ax.lines[:2]] == [[6, 128], [129]]
+
+
+def test_maps_of_one_figure_share_their_scale():
+    _, axes = rope.score_maps({(1, 1): SQUARE, (0, 0): SQUARE - 3}, "t")
+    assert [ax.images[0].get_clim() for ax in axes] == [(-3, 1)] * 2
+    _, axes = position.fault_maps({"a": np.array([[0.0, 0.02]]), "b": np.array([[0.1, 0.002]])}, "t")
+    assert [ax.images[0].get_clim() for ax in axes] == [(1e-3, 0.1)] * 2

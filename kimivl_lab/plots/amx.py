@@ -1,19 +1,20 @@
-"""Kernels of one's own: the useful share of tile work, a running maximum with slack, recorded wins."""
+"""AMX kernels: the useful share of tile work, a running maximum with slack, recorded times.
 
-import re
+Test: tests/test_plots.py.
+"""
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MultipleLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import MultipleLocator, PercentFormatter
 
-from ..datasets import WORKLOADS
-from .style import COLORS, COUNTED, GREY, INK, LIGHT, new_figure, set_titles
+from .lines import Cases, Marks, Row, by_case, case_words, draw_lines, log_axis, mark, recorded_times
+from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
 
-_MARKS = (("orange", "s", 8), ("sky", "D", 7.5), ("navy", "o", 8.5))
+_MARKS = (mark("orange", "s", 8), mark("sky", "D", 7.5), mark("navy", "o", 8.5))
 _CURVES = (("orange", (0, (5, 1.6)), 1.6), ("sky", "-", 1.6), ("navy", "-", 2.8))
 _QUERIES = (("sky", "^"), ("orange", "s"), ("navy", "o"))
 
@@ -97,81 +98,42 @@ def running_maxima(
 
 
 def recorded_wins(
-    attention: Sequence[Mapping[str, Any]],
-    encoder: Sequence[Mapping[str, Any]],
+    attention: Sequence[Row],
+    encoder: Sequence[Row],
     backends: Mapping[str, str],
     towers: Mapping[str, str],
     *,
     title: str,
     subtitle: str,
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Left, recorded times of attention, a line a case; right, whole forwards as a share of the product's rate.
+    """Left, recorded times of attention; right, whole forwards as a share of a product's rate; a line is a case.
 
     Args:
-        attention: rows of a record with `latency_ms_*`.
-        encoder: rows of a record with `latency_ms_*` and `peak_share`.
+        attention: rows of a record with `latency_ms_*`; at the right stands how many times faster ours is.
+        encoder: rows of a record with `latency_ms_*` and `peak_share`; at the right stand the forwards' seconds.
         backends, towers: the records' variants -> names in the legend, up to three each, ours last.
     """
-    fig, (left, right) = new_figure(11, 4.9, ncols=2, width_ratios=(1.12, 1))
-    cases = _by_case(attention, backends)
-    y = _lines(left, cases)
-    for (color, marker, size), (variant, words) in zip(_MARKS[-len(backends) :], backends.items(), strict=True):
-        p20, p50, p80 = (np.array([case[variant][f"latency_ms_{p}"] for case in cases.values()])
-                         for p in ("p20", "p50", "p80"))  # fmt: skip
-        left.hlines(y, p20, p80, color=INK, lw=1.4, zorder=5)
-        left.plot(p50, y, marker, color=COLORS[color], ms=size, mec=INK, mew=0.9, label=words, zorder=4)
-    theirs, ours = list(backends)[-2:]
-    for at, case in zip(y, cases.values(), strict=True):
-        ratio = case[theirs]["latency_ms_p50"] / case[ours]["latency_ms_p50"]
-        left.annotate(f"{ratio:.1f}x", (max(row["latency_ms_p80"] for row in case.values()), at), (12, 0),
-                      textcoords="offset points", va="center", fontsize=10.5,
-                      bbox={"fc": "white", "ec": "none", "pad": 1})  # fmt: skip
-    left.set_xscale("log")
-    times = [row[f"latency_ms_{p}"] for case in cases.values() for row in case.values() for p in ("p20", "p80")]
-    left.set(xlabel="attention of one layer, ms", xlim=(min(times) / 1.4, max(times) * 1.8))
-    left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    left.xaxis.set_minor_locator(NullLocator())
-    left.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    left.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, columnspacing=1.3, handletextpad=0.3)
+    fig, (left, right) = new_figure(12, 4.9, ncols=2, width_ratios=(1.12, 1))
+    cases, styles = by_case(attention, backends), _MARKS[-len(backends) :]
+    *_, theirs, ours = backends
+    ratios = [case[theirs]["latency_ms_p50"] / case[ours]["latency_ms_p50"] for case in cases.values()]
+    marks = [recorded_times(cases, *names, style) for names, style in zip(backends.items(), styles, strict=True)]
+    draw_lines(left, _case_labels(cases), marks, notes=[f"{ratio:.1f}x" for ratio in ratios])
+    log_axis(left, "attention of one layer, ms", ticks=(1, 2, 5))
 
-    cases = _by_case(encoder, towers)
-    y = _lines(right, cases)
-    for (color, marker, size), (variant, words) in zip(_MARKS[-len(towers) :], towers.items(), strict=True):
-        share = np.array([case[variant]["peak_share"] for case in cases.values()])
-        fast, slow = (np.array([case[variant]["latency_ms_p50"] / case[variant][f"latency_ms_{p}"]
-                                for case in cases.values()]) for p in ("p20", "p80"))  # fmt: skip
-        right.hlines(y, share * slow, share * fast, color=INK, lw=1.4, zorder=5)
-        right.plot(share, y, marker, color=COLORS[color], ms=size, mec=INK, mew=0.9, label=words, zorder=4)
-        for at, value, case in zip(y, share, cases.values(), strict=True):
-            lift = 9 if variant == list(towers)[1] else -18
-            right.annotate(f"{case[variant]['latency_ms_p50'] / 1e3:.2f} s", (value, at), (0, lift),
-                           textcoords="offset points", ha="center", fontsize=9.5)  # fmt: skip
+    cases, marks = by_case(encoder, towers), []
+    for (name, label), style in zip(towers.items(), _MARKS[-len(towers) :], strict=True):
+        share = np.array([case[name]["peak_share"] for case in cases.values()])
+        p20, p50, p80 = (np.array([case[name][f"latency_ms_{p}"] for case in cases.values()])
+                         for p in ("p20", "p50", "p80"))  # fmt: skip
+        marks.append(Marks(label, share, style, low=share * p50 / p80, high=share * p50 / p20))
+    seconds = [" / ".join(f"{case[name]['latency_ms_p50'] / 1e3:.2f}" for name in towers) for case in cases.values()]
+    draw_lines(right, _case_labels(cases), marks, notes=[f"{words} s" for words in seconds])
     right.set(xlim=(0, 1.06), xlabel="whole encoder: share of a square product's rate")
     right.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    right.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, columnspacing=1.3, handletextpad=0.3)
     set_titles(fig, title, subtitle)
     return fig, (left, right)
 
 
-def _by_case(rows: Sequence[Mapping[str, Any]], variants: Mapping[str, str]) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """Case -> variant -> row, the cases by their number of patches; rows of other variants are left out."""
-    found: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: row["patches"]):
-        if row["variant"] in variants:
-            found.setdefault(row["case"], {})[row["variant"]] = row
-    return found
-
-
-def _lines(ax: Axes, cases: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> np.ndarray:
-    """Where each case's line lies, from the top down, with its name and patches at the left."""
-    y = np.arange(len(cases))[::-1]
-    labels = []
-    for name, rows in cases.items():
-        count, _, workload = name.partition(" of ")
-        words = f"{count} {WORKLOADS[workload]}" if workload in WORKLOADS else re.sub(r"(\d)x(\d)", r"\1 x \2", name)
-        labels.append(f"{words}\n{next(iter(rows.values()))['patches']:,.0f} patches")
-    ax.hlines(y, 0, 1, color=LIGHT, lw=4, zorder=0, transform=ax.get_yaxis_transform())
-    ax.set(yticks=y, yticklabels=labels, ylim=(-0.6, len(y) - 0.4))
-    ax.grid(axis="y", visible=False)
-    ax.tick_params(axis="y", length=0)
-    return y
+def _case_labels(cases: Cases) -> list[str]:
+    return [f"{case_words(name)}\n{next(iter(case.values()))['patches']:,.0f} patches" for name, case in cases.items()]

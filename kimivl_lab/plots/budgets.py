@@ -19,30 +19,6 @@ if TYPE_CHECKING:
 _BARS = (("orange", "///"), ("sky", "..."), ("navy", ""))
 
 
-def budget_staircase(
-    tokens: Sequence[int] | np.ndarray,
-    counts: Sequence[float] | np.ndarray,
-    budgets: Mapping[str, Sequence[int]],
-    *,
-    title: str,
-    subtitle: str = COUNTED,
-) -> tuple[Figure, Sequence[Axes]]:
-    """One panel a set of budgets: the images by their merged tokens, each in the smallest budget that holds it.
-
-    Args:
-        tokens: (m,) merged tokens of an image, ascending.
-        counts: (m,) how many images have them.
-        budgets: words -> budgets, ascending, up to three sets.
-    """
-    fig, axes = new_figure(4.9 * len(budgets) + 0.6, 4.9, ncols=len(budgets), sharey=True, squeeze=False)
-    for ax, (words, ladder) in zip(axes[0], budgets.items(), strict=True):
-        _draw_staircase(ax, np.asarray(tokens), np.asarray(counts), ladder, words)
-    axes[0, 0].set_ylabel("merged tokens of one image")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=2)
-    set_titles(fig, title, subtitle)
-    return fig, axes[0]
-
-
 def packed_replays(
     tokens: Sequence[int], replays: Mapping[str, Sequence["Replay"]], *, title: str, subtitle: str = COUNTED
 ) -> tuple[Figure, Axes]:
@@ -79,18 +55,6 @@ def packed_replays(
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="y", visible=False)
-    set_titles(fig, title, subtitle)
-    return fig, ax
-
-
-def waste_bars(waste: Mapping[str, Mapping[int, float]], *, title: str, subtitle: str = COUNTED) -> tuple[Figure, Axes]:
-    """Rows computed for nothing, by images per call: one group a number, one bar a set of budgets.
-
-    Args:
-        waste: words -> images per call -> replayed rows / real rows, up to three sets.
-    """
-    fig, ax = new_figure(9, 0.34 * sum(map(len, waste.values())) + 1.7)
-    _draw_waste(ax, waste)
     set_titles(fig, title, subtitle)
     return fig, ax
 

@@ -6,10 +6,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
-from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, PercentFormatter
 
 from ..config import KimiVLConfig
 from ..measure.timing import Timing
+from .lines import Marks, draw_lines, log_axis, mark
 from .patches import Picture, draw_patches
 from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
 
@@ -139,18 +140,11 @@ def stage_profile(
     left.legend(loc="lower right")
 
     slower = np.array([time_ms[name].p50_ms / bound_ms[name] for name in names])
-    right.hlines(y, 1, slower, color=COLORS["sky"], lw=3)
-    right.plot(slower, y, "o", color=COLORS["navy"], ms=7)
-    for at, value in zip(y, slower, strict=True):
-        right.annotate(f"{value:.1f}x", (value, at), (8, 0), textcoords="offset points", va="center", size=10)
+    over = Marks("", slower, mark("navy", "o", 7))
+    draw_lines(right, names, [over], notes=[f"{value:.1f}x" for value in slower], stem=1)
     right.axvline(1, color=INK, lw=1.2)
-    right.set_xscale("log")
-    right.set(xlabel="time over the roofline (1 = on it)", xlim=(0.8 * min(1, slower.min()), 2 * max(2, slower.max())))
+    log_axis(right, "time over the roofline (1 = on it)")
     right.xaxis.set_major_locator(FixedLocator([0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500]))
-    right.xaxis.set_minor_locator(NullLocator())
-    right.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    right.grid(axis="y", visible=False)
-    right.tick_params(axis="y", length=0)
     set_titles(fig, title, subtitle)
     return fig, (left, right)
 

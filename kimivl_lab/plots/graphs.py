@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, PercentFormatter
 
 from ..measure.timing import Timing
+from .lines import Marks, draw_lines, log_axis, mark
 from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
 
 if TYPE_CHECKING:
@@ -132,27 +133,19 @@ def replay_steps(
 
 
 def time_ratios(ratios: Mapping[str, float], *, title: str, subtitle: str) -> tuple[Figure, Axes]:
-    """One line a measurement, the time with graphs over the time without: left of 1 is faster, right slower.
+    """One line for each measurement: the time with graphs over the time without; left of 1 is faster, right slower.
 
     Args:
         ratios: words -> the ratio, from top to bottom.
     """
+    values = np.array(list(ratios.values()))
     fig, ax = new_figure(10.5, 0.34 * len(ratios) + 1.75)
-    for y, ratio in enumerate(ratios.values()):
-        slower = ratio > 1
-        color, marker = (COLORS["orange"], "s") if slower else (COLORS["blue"], "o")
-        ax.plot((1, ratio), (y, y), color=color, lw=3, solid_capstyle="butt")
-        ax.plot(ratio, y, marker, color=color, ms=9, mec=INK, mew=0.8)
-        place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "ha": "left" if slower else "right"}
-        ax.annotate(f"{ratio:.2f}", (ratio, y), (9 if slower else -9, 0), fontsize=10, **place)
+    faster = Marks("", np.where(values <= 1, values, np.nan), mark("blue", "o", 9))
+    slower = Marks("", np.where(values > 1, values, np.nan), mark("orange", "s", 9))
+    draw_lines(ax, list(ratios), [faster, slower], notes=[f"{ratio:.2f}" for ratio in values], stem=1)
     ax.axvline(1, color=INK, lw=1.2)
-    ax.set(xscale="log", xlim=(0.72 * min(ratios.values()), 1.5 * max(ratios.values())))
-    ax.set(yticks=range(len(ratios)), yticklabels=list(ratios), ylim=(len(ratios) - 0.4, -0.6))
-    ax.set_xlabel("time with graphs / time without")
+    log_axis(ax, "time with graphs / time without")
     ax.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 5, 10]))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    ax.tick_params(axis="y", length=0)
     set_titles(fig, title, subtitle)
     return fig, ax
 

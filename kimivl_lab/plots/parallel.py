@@ -1,8 +1,6 @@
 """Encoding on several ranks: who holds what, which rank encodes which image and waits, what is sent, recorded times."""
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,18 +11,18 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 
 from ..config import MoonViTConfig
-from ..datasets import WORKLOADS
-from .style import COLORS, COUNTED, GREY, INK, LIGHT, new_figure, set_titles
+from .lines import Row, by_case, case_words, draw_lines, mark, recorded_times
+from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
 
 _RANKS = ((COLORS["navy"], ""), (COLORS["orange"], "///"), (COLORS["sky"], "..."), (COLORS["sand"], "xxx"))
 _STEPS = {"": 0.8, "gelu": 1.35, "attention": 1.95, "all-reduce": 2.3, "gather": 1.9}  # lengths of the arrows
 _SIGNS = {"all-reduce": "+", "gather": "||"}
 _SIZES = LinearSegmentedColormap.from_list("sizes", [COLORS[name] for name in ("sand", "sky", "blue", "navy")])
 _MODES = {
-    "single": ("one rank", COLORS["sky"], "D", 6.5),
-    "data": ("data parallel", COLORS["navy"], "o", 7.5),
-    "tensor": ("tensor parallel", COLORS["orange"], "s", 7),
-    "auto": ("auto", COLORS["sand"], "^", 8),
+    "single": ("one rank", mark("sky", "D", 6.5)),
+    "data": ("data parallel", mark("navy", "o", 7.5)),
+    "tensor": ("tensor parallel", mark("orange", "s", 7)),
+    "auto": ("auto", mark("sand", "^", 8)),
 }
 _PATCHES = 2.1  # height of an activation, in hidden sizes
 _SHIFT = 0.11  # of one copy behind another
@@ -163,60 +161,48 @@ def bytes_through_layers(layers: int, all_reduce_mb: float, gather_mb: float, ti
     return fig, ax
 
 
-def recorded_modes(rows: Sequence[Mapping[str, Any]], *, title: str, subtitle: str) -> tuple[Figure, Axes]:
-    """Recorded times of every batch in every mode over one rank's, an upright tick for what the cost model predicted.
+def recorded_modes(rows: Sequence[Row], *, title: str, subtitle: str) -> tuple[Figure, Axes]:
+    """Recorded times of every batch in every mode over one rank's, a hollow mark where the cost model predicted it.
 
     Args:
         rows: of one number of ranks, with the variants "single", "data", "tensor" and "auto", `latency_ms_*` and
-            `predicted_ms`. Batches that sharing out suits least come first; at the right stands what auto chose, told
-            by its collectives, and its time over the better mode's.
+            `predicted_ms`. The batches for which data parallel gains least come first; at the right stands the mode
+            that auto chose, told by its collectives, and its time over the better mode's.
     """
-    cases: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for row in rows:
-        cases.setdefault(row["case"], {})[row["variant"]] = row
+    cases = by_case(rows, _MODES)
     ms = {name: {mode: row["latency_ms_p50"] for mode, row in case.items()} for name, case in cases.items()}
-    order = sorted(cases, key=lambda name: ms[name]["tensor"] / ms[name]["data"])
-    fig, ax = new_figure(10.5, 0.66 * len(order) + 2.1)
-    for lane, (mode, (words, color, marker, size)) in enumerate(_MODES.items()):
-        y = np.arange(len(order)) + 0.2 * (lane - 1.5)
-        one = np.array([ms[name]["single"] for name in order])
-        columns = ("latency_ms_p20", "latency_ms_p50", "latency_ms_p80", "predicted_ms")
-        p20, p50, p80, predicted = (np.array([cases[name][mode][key] for name in order]) / one for key in columns)
-        ax.plot(predicted, y, "|", color=INK, ms=11, mew=2, zorder=3)
-        ax.hlines(y, p20, p80, color=GREY, lw=1.8, zorder=4)
-        ax.plot(p50, y, marker, color=color, ms=size, mec=INK, mew=0.9, label=words, zorder=5)
-    ax.plot([], [], "|", color=INK, ms=11, mew=2, label="predicted")
-    for at, name in enumerate(order):
-        if at % 2:
-            ax.axhspan(at - 0.5, at + 0.5, color=LIGHT, alpha=0.35, lw=0, zorder=0)
-        chosen, best = _chosen(cases[name]), min(ms[name]["data"], ms[name]["tensor"])
-        words = f"{chosen}, {ms[name]['auto'] / best:.2f}x"
-        ax.annotate(words, (1, at), (8, 0), ("axes fraction", "data"), "offset points", va="center")
-    words = "auto's choice, its time\n/ the better mode's"
-    ax.annotate(words, (1, 0), (8, -4), "axes fraction", "offset points", fontsize=9.5, va="top")
+    cases = {name: cases[name] for name in sorted(cases, key=lambda name: ms[name]["tensor"] / ms[name]["data"])}
+    single = np.array([ms[name]["single"] for name in cases])
+    marks = []
+    for mode, (label, style) in _MODES.items():
+        predicted = np.array([case[mode]["predicted_ms"] for case in cases.values()]) / single
+        marks.append(recorded_times(cases, mode, label, style, over=single, expected=predicted))
+    fig, ax = new_figure(10.5, 0.66 * len(cases) + 2.1)
+    words = [f"{_chosen(case)}, {_over_best(ms[name]):.2f}x" for name, case in cases.items()]
+    heading = "auto's choice, its time\n/ the better mode's"
+    draw_lines(ax, [_batch_words(*item) for item in cases.items()], marks, notes=words, heading=heading, lanes=0.2)
+    ranks = rows[0]["ranks_count"]
     ax.axvline(1, color=INK, lw=1.1, zorder=1)
-    ax.axvline(1 / rows[0]["ranks_count"], color=INK, lw=1.1, ls=(0, (4, 3)), zorder=1)
-    labels = [_batch_words(name, case["single"]) for name, case in ((name, cases[name]) for name in order)]
-    ax.set(yticks=range(len(order)), yticklabels=labels, ylim=(len(order) - 0.5, -0.5))
-    ax.set_xlabel(f"time / time of one rank (dashed: an equal share of it, 1 / {rows[0]['ranks_count']:.0f})")
-    ax.grid(axis="y", visible=False)
-    ax.tick_params(axis="y", length=0)
-    ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=5, columnspacing=1.3, handletextpad=0.3)
+    ax.axvline(1 / ranks, color=INK, lw=1.1, ls=(0, (4, 3)), zorder=1)
+    ax.set_xlabel(f"time / time of one rank (dashed: an equal share of it, 1 / {ranks:.0f})")
     set_titles(fig, title, subtitle)
     return fig, ax
 
 
-def _chosen(case: Mapping[str, Mapping[str, Any]]) -> str:
+def _over_best(ms: Mapping[str, float]) -> float:
+    return ms["auto"] / min(ms["data"], ms["tensor"])
+
+
+def _chosen(case: Mapping[str, Row]) -> str:
     """The mode whose number of collectives auto has."""
     count = case["auto"]["collective_count"]
     return next(mode for mode in ("data", "tensor") if case[mode]["collective_count"] == count)
 
 
-def _batch_words(name: str, single: Mapping[str, Any]) -> str:
-    """A batch for people: "6 of 12x12" -> "6 of 12 x 12", its patches, and its time on one rank."""
-    count, _, workload = name.partition(" of ")
-    words = f"{count} {WORKLOADS[workload]}" if workload in WORKLOADS else re.sub(r"(\d)x(\d)", r"\1 x \2", name)
-    return f"{words}\n{single['patches']:,.0f} patches, {single['latency_ms_p50']:,.0f} ms on one rank"
+def _batch_words(name: str, case: Mapping[str, Row]) -> str:
+    """A batch with its patches and its time on one rank."""
+    single = case["single"]
+    return f"{case_words(name)}\n{single['patches']:,.0f} patches, {single['latency_ms_p50']:,.0f} ms on one rank"
 
 
 def _draw_tensor(ax: Axes, x: float, width: float, height: float, cut: str, ranks: int) -> None:

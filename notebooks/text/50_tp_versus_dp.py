@@ -395,7 +395,7 @@ fig, ax = parallel.recorded_modes(swept, title=title, subtitle=note)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* further left is faster, from the batches that cutting helps most down to those that sharing out does; on the line at 1 a second rank is worth nothing, on the dashed one nothing of it is lost, and an upright tick is what the model said.
+# *How to read it:* further left is faster, from the batches that cutting helps most down to those that sharing out does; on the line at 1 a second rank is worth nothing, on the dashed one nothing of it is lost, and a hollow mark is what the model said.
 # Auto runs one of the two modes, so what separates it from its own choice is the clock, and the views it works on; where the modes' spreads meet, a wrong choice costs little.
 #
 # ### More ranks, by simulation
