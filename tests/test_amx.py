@@ -316,7 +316,7 @@ def test_auto_takes_the_kernels_and_the_tower_is_as_exact_as_without():
     for resolved, ours in (
         (resolve_attention("auto", CPU, BF16), ATTENTION_BACKENDS["amx"]),
         (resolve_linear("auto", CPU, BF16), AMX),
-        (resolve_rotation("auto", CPU, BF16, inference=True), ROPE_IMPLEMENTATIONS["amx"]),
+        (resolve_rotation("auto", CPU, BF16), ROPE_IMPLEMENTATIONS["amx"]),
     ):
         assert resolved is ours
     pixels = pixels_for(MIXED_GRIDS)

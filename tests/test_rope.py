@@ -121,7 +121,6 @@ def test_gradients_flow_when_wanted():
     tower(pixels_for([(4, 6)]), [(4, 6)]).square().sum().backward()
     gradient = tower.get_parameter("encoder.blocks.0.wqkv.weight").grad
     assert gradient is not None and gradient.abs().sum() > 0
-    assert resolve_rotation("in_place", torch.device("cpu"), torch.float32, inference=False) is rotate_complex
 
 
 @pytest.mark.parametrize("name", [*EAGER, "amx"])
@@ -143,4 +142,4 @@ def test_errors_name_what_is_allowed():
     with pytest.raises(ValueError, match="grid 2x600 exceeds the largest, 512x512"):
         Rope2DPosEmb(72).get_cos_sin([(2, 600)])
     with pytest.raises(ValueError, match="'fast'.*complex, real, compiled, in_place"):
-        resolve_rotation("fast", torch.device("cpu"), torch.float32, inference=True)
+        resolve_rotation("fast", torch.device("cpu"), torch.float32)

@@ -112,7 +112,7 @@ def encode(
     else:
         x = tower.patch_embed(pixels, metadata.pos_embeds)
     attend = resolve_attention(rung.attention, tower.device, tower.dtype)
-    rotate = resolve_rotation(rung.rope, tower.device, tower.dtype, inference=True)
+    rotate = resolve_rotation(rung.rope, tower.device, tower.dtype)
     linear = PACKED_KERNELS.get(rung.linear)
     kernels = ResolvedOptions(rotate, reading_the_bound(attend) if rung.bound_per_layer else attend, linear)
     x = tower.encoder(x, metadata, kernels)

@@ -24,6 +24,8 @@ ALIGNMENT = 16  # bytes; the widest load of a GPU kernel
 _CACHE_LINE = 64  # bytes; also one row of an AMX tile
 _HUGE_PAGES_FROM = 4 * 2**20  # bytes
 
+_of_this_thread = threading.local()
+
 Layout = Mapping[str, tuple[tuple[int, ...], type[np.generic]]]
 
 
@@ -47,22 +49,16 @@ def aligned(numbers: int, dtype: torch.dtype) -> Tensor:
     return memory[skip : skip + numbers]
 
 
-class _Scratch(threading.local):
-    block: Tensor | None = None
-
-
-_scratch = _Scratch()
-
-
 def scratch(nbytes: int) -> Tensor:
     """Returns at least `nbytes` of aligned working memory, the same block in every call of one Python thread.
 
     The contents are undefined. Attention needs the most: 1.4 MiB for each of torch's threads at 4,096 patches of head
     size 72.
     """
-    if _scratch.block is None or _scratch.block.numel() < nbytes:
-        _scratch.block = aligned(nbytes, torch.uint8)
-    return _scratch.block
+    block: Tensor | None = getattr(_of_this_thread, "block", None)
+    if block is None or block.numel() < nbytes:
+        block = _of_this_thread.block = aligned(nbytes, torch.uint8)
+    return block
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -84,23 +84,17 @@ ROPE_IMPLEMENTATIONS: dict[str, Rotation] = {
 }
 
 
-def resolve_rotation(name: str, device: torch.device, dtype: torch.dtype, *, inference: bool) -> Rotation:
+def resolve_rotation(name: str, device: torch.device, dtype: torch.dtype) -> Rotation:
     """The implementation called `name`; "auto" is "compiled" on a GPU, "amx" on a CPU that has it, else "in_place".
 
-    Args:
-        inference: whether no gradient is wanted. Otherwise "in_place" and "amx" give "complex".
-
-    Raises:
-        ValueError: a name that is unknown or cannot run on `device` in `dtype`.
+    ValueError for a name that is unknown or cannot run on `device` in `dtype`.
     """
     if name == "auto" and device.type == "cuda":
         name = "compiled"
     elif name == "auto":
-        name = "in_place" if not inference or amx_unavailable(device, dtype) else "amx"
+        name = "in_place" if amx_unavailable(device, dtype) else "amx"
     if name not in ROPE_IMPLEMENTATIONS:
         raise ValueError(f"unknown rope implementation {name!r}: 'auto' or one of {', '.join(ROPE_IMPLEMENTATIONS)}")
     if name == "amx" and (reason := amx_unavailable(device, dtype)):
         raise ValueError(f"rope='amx': {reason}")
-    if not inference and name in ("in_place", "amx"):
-        name = "complex"
     return ROPE_IMPLEMENTATIONS[name]

@@ -41,7 +41,7 @@ class ResolvedOptions:
     @classmethod
     def resolve(cls, options: EncoderOptions, device: torch.device, dtype: torch.dtype) -> "ResolvedOptions":
         """ValueError for an option that is unknown or cannot run here; "auto" never fails."""
-        rotate = resolve_rotation(options.rope, device, dtype, inference=not torch.is_grad_enabled())
+        rotate = resolve_rotation(options.rope, device, dtype)
         attend = resolve_attention(options.attention, device, dtype)
         linear = resolve_linear(options.linear, device, dtype)
         check_weight_rule(options.weights)

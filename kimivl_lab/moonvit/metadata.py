@@ -83,13 +83,8 @@ class EncoderMetadata:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "EncoderMetadata":
         """The same metadata with its tensors on `device`."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name, value in tensors.items()
-            if isinstance(value, Tensor)
-        }
-        there = replace(self, **moved)
+        tensors = [field.name for field in fields(self) if isinstance(getattr(self, field.name), Tensor)]
+        there = replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in tensors})
         object.__setattr__(there, "_seqlens", vars(self)["_seqlens"])  # which it cannot read from a device
         return there
 
