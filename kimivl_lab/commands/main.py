@@ -133,9 +133,11 @@ def _positives(text: str) -> tuple[int, ...]:
 
 def _seed(text: str) -> int:
     try:
-        return _SEEDS[_SEEDS.index(int(text))]
+        if (seed := int(text)) in _SEEDS:
+            return seed
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number from -2**63 to 2**64 - 1, got {text!r}") from None
+        pass
+    raise argparse.ArgumentTypeError(f"must be a whole number from -2**63 to 2**64 - 1, got {text!r}")
 
 
 if __name__ == "__main__":

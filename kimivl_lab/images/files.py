@@ -18,21 +18,18 @@ from PIL import Image
 from ..geometry import IN_TOKEN_LIMIT, image_geometry
 from .opening import image_suffixes
 
-_SIGNATURES = {  # the first bytes of image files, whether they are opened here or not
-    "JPEG": b"\xff\xd8\xff",
-    "PNG": b"\x89PNG\r\n\x1a\n",
-    "GIF": b"GIF8",
-    "TIFF": b"II*\0",
-    "TIFF, big-endian": b"MM\0*",
-    "BigTIFF": b"II+\0",
-    "JPEG 2000": b"\0\0\0\x0cjP  ",
-    "JPEG XL": b"\0\0\0\x0cJXL ",
-    "JPEG XL stream": b"\xff\x0a",
-    "Photoshop": b"8BPS",
-    "icon": b"\0\0\1\0",
-    "QOI": b"qoif",
-    "raw of Fujifilm": b"FUJIFILM",
-}
+_SIGNATURES = (  # the first bytes of image files, whether they are opened here or not
+    b"\xff\xd8\xff",  # JPEG
+    b"\x89PNG\r\n\x1a\n",
+    b"GIF8",
+    *(b"II*\0", b"MM\0*", b"II+\0"),  # TIFF and most raw formats of cameras, little and big endian, BigTIFF
+    b"FUJIFILM",  # raw
+    b"\0\0\0\x0cjP  ",  # JPEG 2000
+    *(b"\0\0\0\x0cJXL ", b"\xff\x0a"),  # JPEG XL, in a container and bare
+    b"8BPS",  # Photoshop
+    b"\0\0\1\0",  # icon
+    b"qoif",
+)
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1", b"avif", b"avis", b"crx ")
 # What Python and libraries tell programmers.
 _NOT_ABOUT_IMAGES = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
@@ -45,7 +42,7 @@ class FoundImages:
 
     Attributes:
         files: each file under its name: in a folder its path from there, else its last part.
-        left_out: how many entries of folders are not in `files`, by kind, such as ".heic" or "sub-folder".
+        left_out: how many entries of folders are not in `files`, by kind, such as ".heic" or "dead links".
         unread: files that were left out for their ending, and whose first bytes are an image's.
     """
 
@@ -54,8 +51,8 @@ class FoundImages:
     unread: list[Path] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """The kinds that were left out, most frequent first: "3 .heic, 1 sub-folder"."""
-        return ", ".join(f"{count} {kind}" for kind, count in self.left_out.most_common())
+        """The kinds that were left out, most frequent first: ".heic (3), dead links (1)"."""
+        return ", ".join(f"{kind} ({count})" for kind, count in self.left_out.most_common())
 
 
 def find_images(paths: Iterable[Path], recursive: bool = False) -> FoundImages:
@@ -91,10 +88,10 @@ def unique_names(files: Iterable[tuple[str, Path]]) -> dict[str, Path]:
     """Files by name, in order. A name that is taken gets a number: cat.png, cat-2.png."""
     named: dict[str, Path] = {}
     for wanted, path in files:
-        name, count = wanted, 1
+        name, count, ending = wanted, 1, Path(wanted).suffix
         while name in named or name == "__metadata__":  # the key that safetensors reserves
             count += 1
-            name = f"{wanted.removesuffix(path.suffix)}-{count}{path.suffix}"
+            name = f"{wanted.removesuffix(ending)}-{count}{ending}"
         named[name] = path
     return named
 
@@ -150,14 +147,14 @@ def _entries(folder: Path, recursive: bool, left_out: Counter[str]) -> Iterator[
         if not os.path.isdir(child):
             yield child
         elif not recursive:
-            left_out["sub-folder (--recursive enters it)"] += 1
+            left_out["sub-folders without --recursive"] += 1
         elif child.is_symlink() or child.name.startswith("."):
-            left_out["hidden or linked sub-folder"] += 1
+            left_out["hidden or linked sub-folders"] += 1
         else:
             try:
                 yield from _entries(child, recursive, left_out)
             except PermissionError:
-                left_out["sub-folder without permission"] += 1
+                left_out["sub-folders without permission"] += 1
 
 
 def _kind_left_out(path: Path, unread: list[Path]) -> str | None:
@@ -166,12 +163,12 @@ def _kind_left_out(path: Path, unread: list[Path]) -> str | None:
     if path.name.startswith("._"):
         return None
     if not os.path.exists(path):
-        return "dead link"
+        return "dead links"
     if os.path.isfile(path) and _begins_like_an_image(path):
         unread.append(path)
     elif path.name.startswith(".") or (ending and not _is_image_ending(ending)):
         return None
-    return ending or "file without an ending"
+    return ending or "files without an ending"
 
 
 def _is_image_ending(ending: str) -> bool:
@@ -185,7 +182,7 @@ def _begins_like_an_image(path: Path) -> bool:
     except OSError:
         return False
     return (
-        begin.startswith(tuple(_SIGNATURES.values()))
+        begin.startswith(_SIGNATURES)
         or (begin[:4] == b"RIFF" and begin[8:12] == b"WEBP")
         or (begin[:2] == b"BM" and begin[6:10] == bytes(4))
         or (begin[4:8] == b"ftyp" and begin[8:12] in _HEIF_BRANDS)
