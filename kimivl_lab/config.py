@@ -2,9 +2,15 @@
 
 `MoonViTConfig` and `KimiVLConfig` say WHAT is computed and are saved with a checkpoint; `EncoderOptions` says HOW,
 gives the same values whatever it holds, and is never saved.
+
+A key that asks for mathematics which the library does not have is a ValueError. Unknown keys that are in no table here
+are kept and have no effect, as in transformers.
+
+Test: tests/test_checkpoint.py, tests/test_faults_checkpoints.py.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -12,6 +18,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.deepseek_v3 import DeepseekV3Config
 
+from .checks import as_positive, as_positive_pair
 from .geometry import MERGE_KERNEL_SIZE, PATCH_SIZE
 
 # Small presets keep the published head size (72) and the ratio of the MLP; their heads split over 1, 2 or 4 ranks.
@@ -26,6 +33,33 @@ _TEXT_PRESETS: dict[str, dict[str, Any]] = {
 }
 PRESETS = tuple(_VISION_PRESETS)
 
+# Keys that other vision towers and their configurations use, with the values that mean what MoonViT computes.
+_VISION_MATHEMATICS: dict[str, tuple[Any, ...]] = {
+    "model_type": ("moonvit",),
+    "hidden_act": ("gelu_pytorch_tanh",),
+    "activation_func": ("gelu_pytorch_tanh", "PytorchGELUTanh"),
+    "norm_type": ("layernorm", "layer_norm", "LayerNorm"),
+    "interpolation_mode": ("bicubic",),
+    "antialias": (False,),
+    "rope_theta": (10000,),
+    "rope_scaling": (None,),
+    "rope_parameters": (None, {"rope_theta": 10000}, {"rope_theta": 10000, "rope_type": "default"}),
+    "partial_rotary_factor": (1,),
+    **dict.fromkeys(("num_channels", "in_channels", "in_chans", "in_dim"), (3,)),
+    **dict.fromkeys(("attention_bias", "attn_bias", "qkv_bias", "mlp_bias", "use_bias"), (True,)),
+    **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout", "drop_path_rate"), (0, None)),
+    **dict.fromkeys(("qk_norm", "use_qk_norm", "use_cls_token", "layer_scale_init_value"), (False, None)),
+    **dict.fromkeys(("video_attn_type", "merge_type", "temporal_patch_size"), (None, 1)),
+    "pos_emb_type": ("learnable",),
+    "pos_emb_time": (None, 1),
+}
+_KIMI_VL_MATHEMATICS: dict[str, tuple[Any, ...]] = {
+    "model_type": ("kimi_vl",),
+    "projector_hidden_act": ("gelu",),
+    "projector_ln_eps": (1e-5,),
+    "multimodal_projector_bias": (True,),
+}
+
 
 def published_config(name: str = "config.json") -> dict[str, Any]:
     """A published JSON file of Kimi-VL-A3B-Instruct, unchanged: `config.json` or `preprocessor_config.json`."""
@@ -35,8 +69,11 @@ def published_config(name: str = "config.json") -> dict[str, Any]:
 class MoonViTConfig(PreTrainedConfig):
     """The vision tower, under the published `vision_config`'s keys.
 
-    `hidden_act` and `layer_norm_eps` are not in the published file; they are fields so that a checkpoint which asks
-    for other mathematics is refused or obeyed, never silently computed with ours.
+    `layer_norm_eps` is not in the published file; it is a field because a checkpoint may ask for another one.
+
+    Raises:
+        ValueError: sizes that are not positive integers or do not fit each other, or a key that asks for other
+            mathematics than MoonViT's, `attn_implementation` included: see `EncoderOptions.attention` for it.
     """
 
     model_type = "moonvit"
@@ -55,15 +92,27 @@ class MoonViTConfig(PreTrainedConfig):
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
+        derived = {key: kwargs.pop(key) for key in ("head_dim", "num_key_value_heads") if key in kwargs}
+        _refuse_other_values(kwargs, _VISION_MATHEMATICS, "MoonViT")
+        refuse_attn_implementation(kwargs.get("attn_implementation"))
         super().__post_init__(**kwargs)
-        self.merge_kernel_size = (int(self.merge_kernel_size[0]), int(self.merge_kernel_size[1]))
+        self.check()
+        own = {"head_dim": (self.head_dim, None), "num_key_value_heads": (self.num_attention_heads, None)}
+        _refuse_other_values(derived, own, "a tower of these sizes")
+
+    def check(self) -> None:
+        """ValueError for sizes or keys that the tower cannot compute. The tower calls it again when it is made."""
+        for name in ("patch_size", "num_hidden_layers", "intermediate_size", "hidden_size", "num_attention_heads"):
+            as_positive(name, getattr(self, name))
+        for name in ("init_pos_emb_height", "init_pos_emb_width"):
+            as_positive(name, getattr(self, name))
+        self.merge_kernel_size = as_positive_pair("merge_kernel_size", self.merge_kernel_size)
         if self.hidden_size % self.num_attention_heads or self.head_dim % 4:
             raise ValueError(
                 f"hidden_size {self.hidden_size} over {self.num_attention_heads} heads must give a head size that is a "
                 f"whole multiple of 4 (RoPE-2D pairs channels for two axes)"
             )
-        if self.hidden_act != "gelu_pytorch_tanh":
-            raise ValueError(f"hidden_act must be 'gelu_pytorch_tanh', MoonViT's, got {self.hidden_act!r}")
+        _refuse_other_values(vars(self), _VISION_MATHEMATICS, "MoonViT")
 
     @property
     def head_dim(self) -> int:
@@ -100,10 +149,15 @@ class KimiVLConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
+        _refuse_other_values(kwargs, _KIMI_VL_MATHEMATICS, "Kimi-VL")
         for key, config_class in type(self).sub_configs.items():
             value = getattr(self, key)
-            if not isinstance(value, PreTrainedConfig):
-                setattr(self, key, config_class(**(value or {})))
+            if value is None or isinstance(value, Mapping):
+                asked = (value or {}).get("model_type", config_class.model_type)
+                value = value if asked != config_class.model_type else config_class(**(value or {}))
+            if not isinstance(value, config_class):
+                raise ValueError(f"{key} must be a {config_class.model_type} configuration, got {value!r:.200}")
+            setattr(self, key, value)
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -142,6 +196,23 @@ class EncoderOptions:
     linear: str = "auto"
     compile: bool = False
     weights: str = "checked"
+
+
+def refuse_attn_implementation(name: Any) -> None:
+    """ValueError unless `name` is None: transformers' switch does not reach the encoder's attention."""
+    if name is not None:
+        raise ValueError(
+            f"attn_implementation={name!r}: the encoder's attention is chosen by options=EncoderOptions(attention=...) "
+            f"or tower.set_options(attention=...)"
+        )
+
+
+def _refuse_other_values(values: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], owner: str) -> None:
+    """ValueError naming the first key of `values` whose value is not one of those in `allowed`."""
+    for key, possible in allowed.items():
+        if key in values and values[key] not in possible:
+            wanted = " or ".join(map(repr, possible))
+            raise ValueError(f"{key}={values[key]!r:.200}: {owner} computes with {wanted} only")
 
 
 def _preset(table: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:

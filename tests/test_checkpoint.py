@@ -80,7 +80,7 @@ def test_J2_renamed_names_load(published, tmp_path_factory, model):
             lambda t: t.update(
                 {"model.vision_tower.encoder.blocks.0.wo.bias": t["vision_tower.encoder.blocks.0.wo.bias"]}
             ),
-            r"twice under two names: .*wo\.bias",
+            r"stored twice: .*wo\.bias",
         ),
     ],
     ids=["missing", "unused", "misshapen", "doubled"],

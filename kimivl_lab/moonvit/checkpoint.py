@@ -1,30 +1,41 @@
-"""Loading that cannot silently leave a weight out.
+"""Loading that leaves no weight out and takes none from elsewhere, without a word.
 
-transformers warns about missing and unexpected tensors; here every expected tensor must come from exactly one tensor
-of the checkpoint and every vision tensor of the checkpoint must be used, else loading is a ValueError that lists them.
-Both the published names (`vision_tower.encoder...`) and transformers' renamed form (`model.vision_tower.encoder...`)
-load.
+transformers warns about missing and unexpected tensors. Here every expected tensor must come from exactly one tensor of
+the checkpoint, every vision tensor of the checkpoint must be used, and each must lie in the file that the index names;
+else loading is a ValueError that lists them. Both the published names (`vision_tower.encoder...`) and transformers'
+renamed form (`model.vision_tower.encoder...`) load.
+
+A checkpoint is `model.safetensors`, or `model.safetensors.index.json` and the files that it names. If both exist,
+`model.safetensors` is loaded and the index is not read, as transformers does. Nothing else is loaded: no pickle.
+
+Test: tests/test_checkpoint.py, tests/test_faults_checkpoints.py.
 """
 
 import json
+import logging
 import os
 import re
-from collections import Counter
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from ..config import refuse_attn_implementation
 from ..kernels.weight_state import announce_change
 
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+_OTHER_SOURCES = ("state_dict", "gguf_file", "variant")
 _LISTED = 8
 
 
 class StrictPreTrainedModel(PreTrainedModel):
-    """A PreTrainedModel whose `from_pretrained` checks what was loaded.
+    """A PreTrainedModel whose `from_pretrained` checks what is loaded.
 
     `_checkpoint_renames` maps patterns of checkpoint names to the model's; names matching `_checkpoint_ignores` belong
     to other parts of the full model and are left alone.
@@ -44,6 +55,10 @@ class StrictPreTrainedModel(PreTrainedModel):
         """
         announce_change([*self.parameters(), *self.buffers()])
 
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Refused: see `EncoderOptions.attention`."""
+        refuse_attn_implementation(attn_implementation)
+
     @classmethod
     def from_pretrained(
         cls,
@@ -52,14 +67,25 @@ class StrictPreTrainedModel(PreTrainedModel):
         output_loading_info: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As transformers' `from_pretrained`; raises ValueError on missing, unused, doubled or misshapen tensors."""
+        """As transformers' `from_pretrained`, from safetensors only.
+
+        Raises:
+            ValueError: missing, unused, doubled or misshapen tensors; tensors outside the file that the index names; a
+                file that is damaged or not there. The message names tensors and files.
+        """
+        where = str(pretrained_model_name_or_path)
+        for name in _OTHER_SOURCES:
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{name}: only {SINGLE_FILE}, or {INDEX} and its files, are loaded")
+        if kwargs.setdefault("use_safetensors", True) is not True:
+            raise ValueError(f"use_safetensors={kwargs['use_safetensors']}: only safetensors files are loaded")
+        refuse_attn_implementation(kwargs.pop("attn_implementation", None))
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        duplicates = cls._duplicates(checkpoint_names(pretrained_model_name_or_path, **hub))
-        if duplicates:
-            raise ValueError(f"{pretrained_model_name_or_path}: {_listing('stored twice under two names', duplicates)}")
+        cls._check_files(where, checkpoint_files(where, **hub))
         kwargs.setdefault("key_mapping", dict(cls._checkpoint_renames))
         kwargs.setdefault("ignore_mismatched_sizes", True)  # reported below, with every other fault
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        with _no_load_report():
+            loaded: Any = super().from_pretrained(where, *args, output_loading_info=True, **kwargs)
         model, info = loaded
         ignored = re.compile(cls._checkpoint_ignores)
         faults = {
@@ -71,14 +97,39 @@ class StrictPreTrainedModel(PreTrainedModel):
         }
         problems = [_listing(kind, names) for kind, names in faults.items() if names]
         if problems:
-            raise ValueError(f"{pretrained_model_name_or_path}: {'; '.join(problems)}")
+            raise ValueError(f"{where}: {'; '.join(problems)}")
         return (model, info) if output_loading_info else model
 
     @classmethod
-    def _duplicates(cls, names: list[str]) -> list[str]:
-        """Model names that two tensors of the checkpoint would fill."""
-        counts = Counter(cls._renamed(name) for name in names)
-        return [name for name, count in counts.items() if count > 1]
+    def _check_files(cls, where: str, files: Mapping[Path, list[str] | None]) -> None:
+        """ValueError unless each of this model's tensors is stored once, and where the index says.
+
+        Args:
+            files: by file, the names that the index places in it; None where there is no index.
+        """
+        ignored = re.compile(cls._checkpoint_ignores)
+        found: dict[str, str] = {}  # "file: name" of each tensor, by the model's name for it
+        doubled, elsewhere, absent = [], [], []
+        for path, indexed in files.items():
+            stored = tensor_names(path)
+            for name in stored:
+                if ignored.match(name):
+                    continue
+                renamed, here = cls._renamed(name), f"{path.name}: {name}"
+                if (first := found.setdefault(renamed, here)) != here:
+                    doubled.append(f"{renamed} ({first} and {here})")
+                elif indexed is not None and name not in indexed:
+                    owner = next((other.name for other, names in files.items() if names and name in names), "no file")
+                    elsewhere.append(f"{name} (in {path.name}, the index names {owner})")
+            absent += [f"{name} (not in {path.name})" for name in set(indexed or ()) - set(stored)]
+        faults = {
+            "stored twice": doubled,
+            "outside the file that the index names": elsewhere,
+            "not in the file that the index names": [name for name in absent if not ignored.match(name)],
+        }
+        problems = [_listing(kind, names) for kind, names in faults.items() if names]
+        if problems:
+            raise ValueError(f"{where}: {'; '.join(problems)}")
 
     @classmethod
     def _renamed(cls, name: str) -> str:
@@ -87,16 +138,77 @@ class StrictPreTrainedModel(PreTrainedModel):
         return name
 
 
-def checkpoint_names(pretrained_model_name_or_path: str | os.PathLike | None, **hub: Any) -> list[str]:
-    """Names of all tensors in a checkpoint (one safetensors file or an index of several), local or of a hub."""
-    where = str(pretrained_model_name_or_path)
+def checkpoint_files(where: str, **hub: Any) -> dict[Path, list[str] | None]:
+    """The files of a checkpoint, local or of a hub, as transformers chooses them (read in 5.17 and 5.24).
+
+    Returns:
+        By file, the names of the tensors that the index places in it; None for a single file.
+
+    Raises:
+        ValueError: no checkpoint there, or an index that is damaged or names a file that is not there.
+    """
+    if os.path.isfile(where):
+        raise ValueError(f"{where} is a file: give the folder that holds {SINGLE_FILE} or {INDEX}")
+    folder = Path(where, hub.get("subfolder", ""))
+    if distributed := sorted(folder.glob("shard-*-model-*.safetensors")):  # transformers would load these instead
+        raise ValueError(f"{folder} holds a distributed checkpoint ({distributed[0].name}): only {SINGLE_FILE} loads")
     optional = {"_raise_exceptions_for_missing_entries": False, **hub}
-    if index := cached_file(where, "model.safetensors.index.json", **optional):
-        return list(json.loads(Path(index).read_text())["weight_map"])
-    if single := cached_file(where, "model.safetensors", **optional):
-        with safe_open(single, framework="pt") as file:
+    if single := cached_file(where, SINGLE_FILE, **optional):
+        return {Path(single): None}
+    index = cached_file(where, INDEX, **optional)
+    if index is None:
+        raise ValueError(f"{where}: no {SINGLE_FILE} and no {INDEX}")
+    files: dict[str, list[str]] = {}
+    for name, file in _weight_map(Path(index)).items():
+        files.setdefault(file, []).append(name)
+    found: dict[Path, list[str] | None] = {}
+    for file, names in sorted(files.items()):
+        path = cached_file(where, file, **optional)
+        if path is None:
+            raise ValueError(f"{where}: {INDEX} names {file}, which is not there")
+        found[Path(path)] = names
+    return found
+
+
+def tensor_names(path: Path) -> list[str]:
+    """Names of all tensors in a safetensors file, from its header. ValueError if the file is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
             return list(file.keys())
-    raise ValueError(f"{where}: no model.safetensors and no model.safetensors.index.json")
+    except (SafetensorError, OSError) as error:
+        with path.open("rb") as opened:
+            start = opened.read(64)
+        kind = "a git-lfs pointer, not the file itself: run `git lfs pull`" if start.startswith(b"version ") else error
+        raise ValueError(f"{path}: damaged, {path.stat().st_size} bytes: {kind}") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        if not weight_map or not all(_is_file_name(file) for file in weight_map.values()):
+            raise ValueError("weight_map must name a file of the same folder for each tensor")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index}: not the index of a checkpoint ({type(error).__name__}: {error})") from error
+    return weight_map
+
+
+def _is_file_name(file: Any) -> bool:
+    return isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
+
+
+@contextmanager
+def _no_load_report() -> Generator[None]:
+    """Keeps transformers' report of a load out of the log: what it finds wrong is raised, and the rest is as meant."""
+    log = logging.getLogger("transformers.modeling_utils")
+
+    def is_no_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    log.addFilter(is_no_report)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_no_report)
 
 
 def _listing(kind: str, names: Any) -> str:

@@ -45,6 +45,7 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
 
     def __init__(self, config: MoonViTConfig, options: EncoderOptions | None = None) -> None:
         super().__init__(config)
+        config.check()  # again, because an argument of `from_pretrained` may have changed it
         self.options = options or EncoderOptions()
         self.patch_embed = MoonVisionPatchEmbed(config)
         self.encoder = MoonVitEncoder(config)
