@@ -31,7 +31,7 @@ def show(*blocks: "RenderableType", plain: bool = False) -> None:
         plain: print texts exactly as they are, without the terminal's width and without importing rich.
 
     Raises:
-        CommandError: stdout cannot be written, but for a closed pipe, after which nothing more is printed.
+        CommandError: stdout cannot be written. A closed pipe is no error: nothing more is printed.
     """
     text = "".join(f"{block}\n" for block in blocks) if plain else _rendered(blocks)
     try:
