@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions
 from kimivl_lab.graphs.cuda import CudaBackend
 from kimivl_lab.graphs.guards import GraphCaptureError
+from kimivl_lab.graphs.inputs import TowerGraphs
 from kimivl_lab.graphs.runner import resolve_backend
 from kimivl_lab.graphs.trace import TraceBackend
 from kimivl_lab.graphs.trace_program import MemoryPool
@@ -168,6 +169,15 @@ def test_on_a_gpu_too(read):
 def test_host_lengths_would_be_frozen():
     with pytest.raises(GraphCaptureError, match="takes the images' lengths from the host"):
         EncoderCudaGraphRunner(small_tower(options=EncoderOptions(attention="eager")), [4]).capture()
+
+
+def test_sdpa_off_the_cpu_takes_no_lengths_from_the_host():
+    """So float32, for which a GPU has no packed kernel, can be captured there; "meta" stands for the GPU."""
+    tower = small_tower(options=EncoderOptions(attention="sdpa")).to("meta")
+    protocol = TowerGraphs(tower)
+    inputs = protocol.prepare_encoder_cudagraph_capture_inputs(token_budget=4, max_images=2)
+    with torch.no_grad():
+        assert protocol.encoder_cudagraph_forward(inputs).shape == (4, 4, tower.config.hidden_size)
 
 
 @pytest.mark.parametrize("options", [{"compile": True}, {"rope": "compiled"}])

@@ -57,7 +57,7 @@ class CapturedMetadata(EncoderMetadata):
     def seqlens(self) -> list[int]:
         raise GraphCaptureError(
             "capture: this attention takes the images' lengths from the host, where a graph freezes them: capture with "
-            "'flash_attn' or 'torch_varlen' (bfloat16, float16) or 'sdpa_masked' on a GPU, with 'sdpa' on a CPU"
+            "'flash_attn', 'torch_varlen' or 'sdpa'"
         )
 
     @property

@@ -54,11 +54,13 @@ def sdpa_masked_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMeta
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -> Tensor:
     """One call per run of images of equal length.
 
-    The lengths are host integers of the metadata, so no device is read. On a CPU a trace must not contain them: there
-    the operator, whose offsets are data, is recorded instead.
+    The lengths are host integers of the metadata, so no device is read. A trace or a captured graph must not contain
+    them: there the offsets stay data, by the operator on a CPU, by a mask on a GPU.
     """
     if q.device.type == "cpu" and (must_dispatch(q) or not metadata.lengths_on_host):
         return kernel_attention(q, k, v, metadata, kernel="sdpa")
+    if not metadata.lengths_on_host:
+        return sdpa_masked_attention(q, k, v, metadata)
     _require_rows(q, metadata)
     return sdpa_runs(q, k, v, metadata.seqlens)
 
