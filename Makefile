@@ -8,6 +8,10 @@ TEXTS = $(sort $(wildcard notebooks/text/*.py notebooks/text/solutions/*.py))
 NOTEBOOKS = $(TEXTS:notebooks/text/%.py=notebooks/%.ipynb)
 NBVAL := -p no:randomly --nbval --nbval-current-env --nbval-sanitize-with=tests/nbval_sanitize.cfg --nbval-cell-timeout=300
 
+EXECUTE := --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
+  --ExecutePreprocessor.extra_arguments=--IPKernelApp.log_level=40 \
+  --ExecutePreprocessor.kernel_manager_class=kimivl_lab.report.kernel.OwnKernelManager
+
 .DEFAULT_GOAL := help
 .PHONY: help .venv run test lint lab bench notebooks clean $(BENCHES:%=bench-%) $(NOTEBOOKS)
 
@@ -32,7 +36,7 @@ build/.ladder: $(shell find kimivl_lab -name '*.py') | $(INSTALLED)
 
 # Two workers with one thread each: the suite is sized for two cores.
 test: lint ## lint, the tests, and every notebook against its saved outputs
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests notebooks -n 2 --dist loadfile $(NBVAL)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests notebooks -n 2 --dist loadfile --durations=15 $(NBVAL)
 
 lint: .venv ## ruff check, ruff format --check, ty check
 	$(PY) -m ruff check
@@ -51,8 +55,7 @@ notebooks: $(NOTEBOOKS) data/figures/front.png ## rebuild every .ipynb from note
 
 $(NOTEBOOKS): notebooks/%.ipynb: notebooks/text/%.py .venv
 	$(PY) -m jupytext --quiet --update --update-metadata '{"jupytext": null}' --to ipynb --output $@ $<
-	$(PY) -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
-	  --ExecutePreprocessor.extra_arguments=--IPKernelApp.log_level=40 $@
+	$(PY) -m nbconvert $(EXECUTE) $@
 
 data/figures/front.png: $(wildcard data/measurements/ladder__*.csv) | $(INSTALLED)
 	$(PY) -m kimivl_lab.report.ladder $@

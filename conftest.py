@@ -1,9 +1,23 @@
-"""What nbval leaves out when it compares saved and new outputs: pictures and markup."""
+"""What every run of tests and notebooks shares: inline figures, what nbval compares, what was not tested here."""
 
+import os
 from typing import Any
+
+os.environ.pop("MPLBACKEND", None)  # kernels inherit it, and anything but their own default leaves the figures out
+
+NOT_TESTED = {"needs a CUDA device": "CUDA", "AMX": "AMX"}  # what a reason for skipping says -> what was not tested
 
 
 def pytest_collectstart(collector: Any) -> None:
-    """Adds to a notebook's own list, which already holds image/png and image/jpeg."""
+    """nbval compares neither pictures nor markup: adds to a notebook's list, which holds image/png and image/jpeg."""
     if hasattr(collector, "skip_compare"):
         collector.skip_compare += ("text/html", "image/svg+xml")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One loud line for each kind of hardware that this machine does not have."""
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    for reason, hardware in NOT_TESTED.items():
+        if count := sum(reason in one for one in skipped):
+            text = f"NOT TESTED HERE: {count} tests need {hardware}, which this machine does not have"
+            terminalreporter.write_line(text, red=True, bold=True)

@@ -1,5 +1,6 @@
 """Shared builders: towers and pixels with contents that reveal order."""
 
+import json
 import os
 from typing import TypeVar
 
@@ -24,6 +25,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def foreign_environment(tmp_path, monkeypatch):
+    """A machine set up for other work: no figures, another environment's kernel called python3, other threads."""
+    kernel = tmp_path / "jupyter" / "kernels" / "python3"
+    kernel.mkdir(parents=True)
+    spec = {"argv": ["false"], "display_name": "Another environment", "language": "python"}
+    (kernel / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
 
 
 Module = TypeVar("Module", bound=torch.nn.Module)

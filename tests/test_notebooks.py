@@ -9,6 +9,7 @@ from pathlib import Path
 import jupytext
 import nbformat
 import pytest
+from jupyter_client.kernelspec import KernelSpecManager
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from nbval.plugin import get_sanitize_patterns
 
@@ -216,9 +217,17 @@ def test_every_sanitize_rule_is_parsed_and_does_something():
         assert re.sub(pattern, replacement, before) == after
 
 
-def test_nbval_as_make_test_calls_it_compares_text_and_not_pictures_or_markup(tmp_path):
-    flags = re.search(r"^NBVAL := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert flags
+def makefile(name):
+    """The words of a variable of the Makefile."""
+    (value,) = re.findall(rf"^{name} := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return value.replace("\\\n", " ").split()
+
+
+FIGURE = "import matplotlib.pyplot as plt\nfig, ax = plt.subplots(figsize=(1, 1))\nplt.show()"
+SHOWN = {"text/plain": "<Figure size 100x100 with 1 Axes>", "image/png": "b2xk"}
+
+
+def test_nbval_as_make_test_calls_it_compares_text_and_figures_but_not_their_pixels(tmp_path, foreign_environment):
     saved = {
         "same": [new_output("stream", name="stdout", text="1\n")],
         "other_text": [new_output("stream", name="stdout", text="2\n")],
@@ -232,16 +241,31 @@ def test_nbval_as_make_test_calls_it_compares_text_and_not_pictures_or_markup(tm
             new_code_cell("print(1)", execution_count=1, outputs=outputs),
             new_code_cell(display, execution_count=2, outputs=[new_output("display_data", data=stale)]),
         ]
+        if name == "same":
+            cells.append(new_code_cell(FIGURE, execution_count=3, outputs=[new_output("display_data", data=SHOWN)]))
         nbformat.write(new_notebook(cells=cells), tmp_path / f"{name}.ipynb")
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *flags[1].split()]
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *makefile("NBVAL")]
     done = subprocess.run([*command, "-rA", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     lines = re.findall(r"^(PASSED|FAILED) \S*?(\w+\.ipynb::Cell \d)", done.stdout, re.MULTILINE)
     verdicts = {cell: verdict for verdict, cell in lines}
-    assert verdicts == {
-        "same.ipynb::Cell 0": "PASSED",
-        "same.ipynb::Cell 1": "PASSED",
-        "other_text.ipynb::Cell 0": "FAILED",
-        "other_text.ipynb::Cell 1": "PASSED",
-        "nothing.ipynb::Cell 0": "FAILED",
-        "nothing.ipynb::Cell 1": "PASSED",
-    }, done.stdout
+    failed = {"other_text.ipynb::Cell 0", "nothing.ipynb::Cell 0"}
+    assert len(verdicts) == 7 and {cell for cell, verdict in verdicts.items() if verdict == "FAILED"} == failed, (
+        done.stdout
+    )
+
+
+def test_make_notebooks_executes_with_this_interpreter_and_inline_figures(tmp_path, foreign_environment):
+    path = tmp_path / "one.ipynb"
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    cells = [new_code_cell("import sys\nprint(sys.executable)"), new_code_cell(FIGURE)]
+    nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)
+    command = [sys.executable, "-m", "nbconvert", *makefile("EXECUTE"), str(path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    executable, figure = (cell.outputs[0] for cell in code_cells(path))
+    assert executable.text.strip() == sys.executable
+    assert "image/png" in figure.data
+
+
+def test_another_environment_is_what_jupyter_would_take(foreign_environment):
+    """The fixture does what it says: without our kernel the foreign one would run."""
+    assert KernelSpecManager().get_kernel_spec("python3").argv == ["false"]

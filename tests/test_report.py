@@ -3,10 +3,12 @@
 import base64
 import contextlib
 import io
+import sys
 from html.parser import HTMLParser
 
 import nbformat
 import pytest
+import torch
 from matplotlib.patches import Rectangle
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
@@ -186,6 +188,16 @@ def test_a_cell_that_takes_too_long_is_a_failure(tmp_path):
     assert "cell 3 of 8: CellTimeoutError: A cell timed out" in lines[0]
 
 
+def test_another_environment_changes_neither_kernel_nor_figures(tmp_path, foreign_environment):
+    """What ran is this interpreter with inline figures, whatever JUPYTER_PATH and MPLBACKEND say."""
+    figure = "import matplotlib.pyplot as plt\nfig, ax = plt.subplots()\nplt.show()"
+    path = write_notebook(tmp_path, "00_good", "Good", "import sys\nprint(sys.executable)", figure)
+    notebook, execution = report.execute(path, "key", timeout=60, on_cell=lambda index: None)
+    assert execution.error == ""
+    assert notebook.cells[1].outputs[0].text.strip() == sys.executable
+    assert "image/png" in notebook.cells[2].outputs[0].data
+
+
 def test_no_notebook_of_that_name(tmp_path):
     write_notebook(tmp_path / "notebooks", "00_good", "Good")
     code, lines = run("--notebooks", tmp_path / "notebooks", "--out", tmp_path / "out", "--only", "99*")
@@ -215,6 +227,9 @@ def test_a_fingerprint_covers_all_that_the_outputs_depend_on(tmp_path, monkeypat
         lambda: picture.write_bytes(b"two"),
         lambda: monkeypatch.setattr(execution, "versions", lambda: {"torch": "0"}),
         lambda: monkeypatch.setattr(execution, "device_name", lambda: "another machine"),
+        lambda: monkeypatch.setattr(execution, "BACKEND", "agg"),
+        lambda: monkeypatch.setattr(torch, "get_num_threads", lambda: 77),
+        lambda: monkeypatch.setattr(sys, "executable", "/another/python"),
     ]
     for number, change in enumerate(changes):
         change()

@@ -1,9 +1,13 @@
-"""Executing a notebook on this machine, once for each state of its sources."""
+"""Executing a notebook on this machine, once for each state of its sources.
+
+Test: tests/test_report.py.
+"""
 
 import datetime
 import hashlib
 import json
 import re
+import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -11,12 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import nbformat
+import torch
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
 from ..datasets import repository_root
 from ..measure.provenance import device_name, versions
+from .kernel import BACKEND, OwnKernelManager
 
 _STATE = "kimivl_lab_execution"  # the key in the executed notebook's metadata
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -33,13 +39,15 @@ class Execution:
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of the notebook's cells, the library's sources, the data, the versions and the device.
+    """A hash of all that decides the outputs.
 
-    Saved outputs and the report's own sources do not count.
+    These are the notebook's cells, the library's sources, the data, the versions, the device, the interpreter, the
+    backend of the figures and the number of threads. Saved outputs and the report's own sources do not count.
     """
     root = repository_root()
     cells = [(cell.cell_type, cell.source) for cell in nbformat.read(path, as_version=4).cells]
-    digest = hashlib.sha256(json.dumps([cells, versions(), device_name()]).encode())
+    kernel = (sys.executable, BACKEND, torch.get_num_threads())
+    digest = hashlib.sha256(json.dumps([cells, versions(), device_name(), *kernel]).encode())
     library = (file for file in (root / "kimivl_lab").rglob("*") if file.parent != Path(__file__).parent)
     for file in sorted([*library, *(root / "data").rglob("*")]):
         if file.is_file() and file.suffix != ".pyc":
@@ -67,7 +75,7 @@ def execute(path: Path, key: str, *, timeout: int, on_cell: Callable[[int], obje
     client = NotebookClient(
         notebook,
         timeout=timeout,
-        kernel_name="python3",
+        kernel_manager_class=OwnKernelManager,
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
         on_cell_start=starting,
