@@ -198,6 +198,8 @@ class StaticInputs:
         for name, buffer in self.buffers.items():
             value = upload(values[name], buffer.device)
             if name == "cu_seqlens":
+                # Images take the first slots, so their offsets are the eager ones. The last slot is never an image's:
+                # rows that no segment covers would not be written by attention.
                 buffer[:images].copy_(value[:images])
                 buffer[images:].copy_(upload(_evenly(used, rows, len(buffer) - 1 - images), buffer.device))
             else:
