@@ -1,4 +1,4 @@
-"""What lies in data/: every picture opens, every workload reads, and the counts are those of its sources."""
+"""What lies in data/: every image opens, every workload reads, and the counts are those of its sources."""
 
 import pytest
 from PIL import Image
@@ -16,11 +16,11 @@ IMAGES_OF_WORKLOAD = {
 }
 
 
-def test_every_sample_picture_opens_under_its_name():
-    pictures = sample_images()
-    assert {"china", "coffee", "chelsea", "moon_phases_panorama", "tall_icon", "tiny_flag"} <= pictures.keys()
-    assert list(pictures) == sorted(pictures)
-    for name, path in pictures.items():
+def test_every_sample_image_opens_under_its_name():
+    images = sample_images()
+    assert {"china", "coffee", "chelsea", "moon_phases_panorama", "tall_icon", "tiny_flag"} <= images.keys()
+    assert list(images) == sorted(images)
+    for name, path in images.items():
         with Image.open(path) as image:
             image.verify()
         assert path.stem == name
@@ -32,7 +32,7 @@ def test_every_workload_file_has_a_title_and_every_title_a_file():
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_a_workload_holds_the_pictures_of_its_source(workload):
+def test_a_workload_holds_the_images_of_its_source(workload):
     sizes = load_sizes(workload)
     assert sum(count for _, _, count in sizes) == IMAGES_OF_WORKLOAD[workload]
     assert all(width > 0 and height > 0 and count > 0 for width, height, count in sizes)

@@ -83,8 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     if found.left_out:
         tell("note", f"left out: {found}")
     if arguments.strict and found.unread:
-        for path in found.unread:
-            tell("error", f"{path}: an image by its first bytes, left out for its ending")
+        for line in found.unread:
+            tell("error", line)
         raise CommandError(f"{arguments.out} is not written: --strict, and not every image could be read")
     named = unique_names(found.files)
     with FeatureFile(arguments.out, _metadata(arguments), arguments.max_shard_mib * 2**20) as file:

@@ -43,12 +43,13 @@ class FoundImages:
     Attributes:
         files: each file under its name: in a folder its path from there, else its last part.
         left_out: how many entries of folders are not in `files`, by kind, such as ".heic" or "dead links".
-        unread: files that were left out for their ending, and whose first bytes are an image's.
+        unread: one line, a path and a reason, for each image that was left out: its link is dead, or its ending is not
+            one that is taken while its first bytes are an image's.
     """
 
     files: list[tuple[str, Path]] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    unread: list[Path] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """The kinds that were left out, most frequent first: ".heic (3), dead links (1)"."""
@@ -157,15 +158,17 @@ def _entries(folder: Path, recursive: bool, left_out: Counter[str]) -> Iterator[
                 left_out["sub-folders without permission"] += 1
 
 
-def _kind_left_out(path: Path, unread: list[Path]) -> str | None:
+def _kind_left_out(path: Path, unread: list[str]) -> str | None:
     """What an entry that is not taken is counted as; None for a file that is no image."""
     ending = path.suffix.lower()
     if path.name.startswith("._"):
         return None
     if not os.path.exists(path):
+        if _is_image_ending(ending):
+            unread.append(f"{path}: the link is dead")
         return "dead links"
     if os.path.isfile(path) and _begins_like_an_image(path):
-        unread.append(path)
+        unread.append(f"{path}: an image by its first bytes, left out for its ending")
     elif path.name.startswith(".") or (ending and not _is_image_ending(ending)):
         return None
     return ending or "files without an ending"
