@@ -80,7 +80,15 @@ def test_the_summary_compares_auto_with_the_better_mode():
         for phase in ("collective", "sweep")
         for mode, milliseconds in times.items()
     ]
+    assert summary(rows)["same_call_over_data"] == {}, "a record without that phase"
+    for variant, phase, milliseconds in (
+        ("data", "calibration", 50.0),
+        ("all_gather", "same_call", 1.0),
+        ("same_call", "same_call", 1.5),
+    ):
+        rows.insert(0, {"case": "one", "variant": variant, "phase": phase, "latency_ms_p50": milliseconds})
     result = summary(rows)
+    assert result["same_call_over_data"] == {"one": 0.01}
     assert result["auto_over_best"] == {"one": 1.1}
     assert result["speedup_of_data"] == {"one": 1.111}
     assert result["median_prediction_error"] == {"collective": 0.2, "sweep": 0.2}

@@ -8,6 +8,7 @@ Started plainly it starts its ranks itself, and first checks worlds of 1, 2 and 
     check        every mode, not timed
     collective   collectives alone, by size; every other size fits latency and bandwidth, the rest are predicted
     calibration  batches that tell the cost model's rates apart; the model is fitted to them
+    same_call    an all-gather with and without the comparison of calls before it, for some of those batches
     sweep        other batches, with what the model predicts
 
 Every mode is compared with the float32 reference on every rank before it is timed. A row with a prediction was not
@@ -37,6 +38,7 @@ from ..measure.ranks import RankTiming, run_ranks, time_on_ranks
 from ..measure.records import Recorder
 from ..moonvit.model import MoonVitPretrainedModel
 from ..parallel.auto import AutoParallelTower
+from ..parallel.calls import describe_images, same_call
 from ..parallel.collectives import all_gather, all_reduce, broadcast
 from ..parallel.cost_model import CostModel
 from ..parallel.data_parallel import run_dp_sharded_vision_model
@@ -52,6 +54,8 @@ CHECK_GRIDS: Sequence[GridLike] = [(8, 12), (16, 20), (10, 4), (24, 32), (2, 12)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}
 KIB = (4, 16, 64, 256, 1024, 4096, 16384)
 SMALL_PATCHES, SMALL_KIB = 1024, 1024
+_WARM_UP_CALLS = 3
+SAME_CALL_CASES = ("batch 1", "batch 2", "batch 6")  # one image of 8x8, one of 16x16, 32 of 8x8
 HEADLINE = "16 of coco_val2017"
 COLUMNS = (
     "case",
@@ -146,6 +150,28 @@ class RankBench:
                     row["predicted_ms"] = round(1e3 * seconds, 4)
                 yield row
 
+    def same_call_rows(self) -> Iterator[Row]:
+        """Times the all-gather of a data-parallel call with and without the comparison of calls before it.
+
+        The all-gather is in both, since either waits for the later rank.
+        """
+        for case in SAME_CALL_CASES:
+            grids = CALIBRATION[case]
+            pixels = torch.zeros(sum(patch_counts(grids)), 3, 14, 14)
+            gathered = torch.zeros(len(pixels), self.whole.config.hidden_size, device=self.options.device)
+            gather = partial(all_gather, gathered, gathered.chunk(self.group.size())[0].clone(), self.group)
+            compare = partial(self._compare_and, gather, grids, pixels)
+            for _ in range(_WARM_UP_CALLS):
+                compare()
+            for name, timing in self._time({"all_gather": gather, "same_call": compare}, few=False).items():
+                row: Row = {"case": case, "variant": name, "phase": "same_call", "ranks_count": self.group.size()}
+                yield row | {"images": len(grids), "patches": len(pixels), **timing.row(), "relative_error": "0"}
+
+    def _compare_and(self, gather: Callable[[], None], grids: list[Grid], pixels: Tensor) -> None:
+        with same_call(self.group) as call:
+            call.about = describe_images("data", grids, self.whole.dtype, pixels)
+        gather()
+
     def _collectives_of(self, kib: int) -> Iterator[Row]:
         group, ranks, rank = self.group, self.group.size(), self.group.rank()
         want = torch.linspace(0, 1, kib * 256 // ranks * ranks, device=self.options.device)
@@ -213,6 +239,7 @@ def measure(options: argparse.Namespace, checked: list[Row]) -> Row:
 
         add(checked)
         add(bench.collective_rows())
+        add(bench.same_call_rows())
         for phase, batches in (("calibration", CALIBRATION), ("sweep", sweep(options.quick, options.seed))):
             model = None
             if phase == "sweep":
@@ -238,6 +265,15 @@ def summary(rows: list[Row]) -> Row:
         for case, modes in milliseconds.items()
     }
 
+    def milliseconds_of(phase: str, variant: str) -> dict[str, float]:
+        return {r["case"]: r["latency_ms_p50"] for r in rows if (r["phase"], r["variant"]) == (phase, variant)}
+
+    data, gather = milliseconds_of("calibration", "data"), milliseconds_of("same_call", "all_gather")
+    compared = {
+        case: round((both - gather[case]) / data[case], 4)
+        for case, both in milliseconds_of("same_call", "same_call").items()
+    }
+
     def median_error(phase: str) -> float:
         predicted = [row for row in rows if row["phase"] == phase and row.get("predicted_ms") is not None]
         return round(median(abs(row["predicted_ms"] / row["latency_ms_p50"] - 1) for row in predicted), 3)
@@ -247,6 +283,7 @@ def summary(rows: list[Row]) -> Row:
         "ranks": rows[-1]["ranks_count"],
         "speedup_of_data": {row["case"]: row["speedup_ratio"] for row in swept if row["variant"] == "data"},
         "auto_over_best": over_best,
+        "same_call_over_data": compared,
         "median_prediction_error": {phase: median_error(phase) for phase in ("collective", "sweep")},
     }
 
