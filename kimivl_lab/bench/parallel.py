@@ -167,7 +167,7 @@ class RankBench:
                 row: Row = {"case": case, "variant": name, "phase": "same_call", "ranks_count": self.group.size()}
                 yield row | {"images": len(grids), "patches": len(pixels), **timing.row(), "relative_error": "0"}
 
-    def _compare_and(self, gather: Callable[[], None], grids: list[Grid], pixels: Tensor) -> None:
+    def _compare_and(self, gather: Callable[[], None], grids: Sequence[GridLike], pixels: Tensor) -> None:
         with same_call(self.group) as call:
             call.about = describe_images("data", grids, self.whole.dtype, pixels)
         gather()

@@ -4,8 +4,8 @@ A collective pairs the n-th call of one rank with the n-th of another, whatever 
 batch, or holds another one, would mix its numbers with those of its peers: wrong features, or an abort where the sizes
 differ. `same_call` compares what the ranks are about to share, once a call:
 
-    rank 0    call 7: data, 2 images (4, 6) (2, 2), torch.float32, sample 1f3a9b22
-    rank 1    call 7: data, 2 images (4, 6) (2, 2), torch.float32, sample 80c41d07     RankError on both, naming rank 1
+    rank 0    call 7: data, 2 images 4x6 2x2, torch.float32, sample 1f3a9b22
+    rank 1    call 7: data, 2 images 4x6 2x2, torch.float32, sample 80c41d07     RankError on both, naming rank 1
 
 The comparison goes through the store that connected the ranks: small texts over TCP between hosts. A collective of the
 group would put a wait for the device into every call on NCCL, and a second group of gloo would be one more thing that
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..geometry import Grid
+from ..geometry import GridLike
 from .groups import RankError, group_timeout_s
 
 _GRACE_S: float = 2.0  # ranks time out one after another, not at once
@@ -161,15 +161,16 @@ def same_call(group: dist.ProcessGroup) -> Generator[Call]:
 
 
 def describe_images(
-    mode: str, grids: Sequence[Grid], dtype: torch.dtype, pixel_values: Tensor | None, batch_id: object = None
+    mode: str, grids: Sequence[GridLike], dtype: torch.dtype, pixel_values: Tensor | None, batch_id: object = None
 ) -> str:
     """A short text that differs where ranks hold different batches, for `Call.about`.
 
-    "data, 2 images (4, 6) (2, 2), torch.float32, sample 1f3a9b22". The grids past the fourth are a checksum.
+    "data, 2 images 4x6 2x2, torch.float32, sample 1f3a9b22". The grids past the fourth are a checksum.
     """
-    parts = [f"{mode}, {len(grids)} images", *map(str, grids[:_NAMED_GRIDS])]
+    names = ["x".join(map(str, grid)) for grid in grids]  # (4, 6) -> "4x6"
+    parts = [f"{mode}, {len(grids)} images", *names[:_NAMED_GRIDS]]
     if len(grids) > _NAMED_GRIDS:
-        parts.append(f"and others {zlib.crc32(repr(list(grids)).encode()):08x}")
+        parts.append(f"and others {zlib.crc32(' '.join(names).encode()):08x}")
     text = f"{' '.join(parts)}, {dtype}"
     if pixel_values is not None and pixel_values.device.type == "cpu" and pixel_values.ndim == 4:
         text += f", sample {_sample(pixel_values):08x}"
