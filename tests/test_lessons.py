@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from kimivl_lab import EncoderOptions, KimiVLConfig, KimiVLEncoder
 from kimivl_lab.lessons.checks import WrongAnswer, check, check_function
 from kimivl_lab.lessons.devices import devices
 from kimivl_lab.lessons.environment import environment, print_environment
 from kimivl_lab.lessons.guesses import Comparison, compare, guess
+from kimivl_lab.lessons.stages import Work, flops_shares, stage_work, time_stages
 from kimivl_lab.plots.guesses import guess_plot
 
 # --- guesses ---------------------------------------------------------------------------------------------------------
@@ -92,7 +95,7 @@ WRONG = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_answer_is_told_so_with_its_tolerance(name, capsys):
     answer, expected, rtol = RIGHT[name]
-    assert check("patches", answer, expected, rtol=rtol)
+    check("patches", answer, expected, rtol=rtol)
     printed = capsys.readouterr().out
     assert printed.startswith("patches: right, ") and ("exact" if rtol == 0 else "tolerance") in printed
 
@@ -110,27 +113,67 @@ def test_a_wrong_answer_is_refused_with_the_hint_and_without_the_solution(name, 
 
 @pytest.mark.parametrize("blank", [None, ...])
 def test_a_blank_passes_and_says_so(blank, capsys):
-    assert not check("patches", blank, 1652)
-    assert not check_function("tokens", lambda grid: blank, {((4, 6),): 6})
+    check("patches", blank, 1652)
+    check_function("tokens", lambda grid: blank, {((4, 6),): 6})
     assert capsys.readouterr().out == "patches: not answered yet\ntokens: not answered yet\n"
 
 
 def test_a_near_miss_has_its_own_words():
     with pytest.raises(WrongAnswer, match="near miss: counted twice"):
         check("bytes", 25.2, 12.6, rtol=0.05, near={25.2: "counted twice"})
-    assert check("bytes", 12.6, 12.6, near={25.2: "counted twice"})
+    check("bytes", 12.6, 12.6, near={25.2: "counted twice"})
 
 
 def test_a_function_is_tried_on_every_case(capsys):
     cases = {(4, 6): 6, (2, 2): 1, (0, 2): 0}
-    assert check_function("tokens", lambda h, w: h * w // 4, cases)
+    check_function("tokens", lambda h, w: h * w // 4, cases)
     assert "all 3 cases" in capsys.readouterr().out
     with pytest.raises(WrongAnswer, match=r"for \(4, 6\) it gives 24.*Hint: 2 x 2"):
         check_function("tokens", lambda h, w: h * w, cases, hint="2 x 2")
     pairs = [((MATRIX,), MATRIX.T), ((MATRIX[:1],), MATRIX[:1].T)]
-    assert check_function("transpose", lambda matrix: matrix.T, pairs)
+    check_function("transpose", lambda matrix: matrix.T, pairs)
     with pytest.raises(WrongAnswer, match=r"shape is \(2, 3\), asked for is \(3, 2\)"):
         check_function("transpose", lambda matrix: matrix, pairs)
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_formulas_of_the_stages_count_what_torch_counts():
+    config, grids = KimiVLConfig.preset("lab"), [(4, 6), (2, 2), (10, 2)]
+    lengths = [h * w for h, w in grids]
+    with torch.device("meta"):
+        encoder = KimiVLEncoder(config, EncoderOptions(attention="sdpa"))
+    with FlopCounterMode(display=False) as counter:
+        encoder(torch.empty(sum(lengths), 3, 14, 14, device="meta"), grids)
+    work = stage_work(config, lengths, itemsize=2)
+    assert sum(one.flops for one in work.values()) == counter.get_total_flops()
+    assert [stage for stage, one in work.items() if one.flops == 0] == ["position", "norms", "rope", "merge"]
+    assert work["rope"].moved == 2 * 6 * 4 * sum(lengths) * 288
+    products = {name: p.numel() for name, p in encoder.named_parameters() if name.endswith("weight") and p.ndim > 1}
+    products = sum(numbers for name, numbers in products.items() if "pos_emb" not in name)
+    nothing = stage_work(config, [0], itemsize=1)
+    assert sum(one.moved for stage, one in nothing.items() if stage != "position") == products
+
+
+def test_the_roofline_is_the_longer_of_arithmetic_and_bytes():
+    assert Work(200, 10).seconds(100, 100) == 2 and Work(200, 1000).seconds(100, 100) == 10
+    assert Work(200, 10).intensity == 20
+
+
+def test_shares_of_the_parts_sum_to_one():
+    shares = flops_shares(KimiVLConfig.preset("kimi-vl-a3b"), [64, 4304])
+    assert [sum(column) for column in zip(*shares.values(), strict=True)] == pytest.approx([1, 1])
+    assert shares["attention"][1] == pytest.approx(shares["MLP"][1])  # n = F
+
+
+def test_every_stage_is_timed_once():
+    encoder = KimiVLEncoder(KimiVLConfig.preset("tiny")).eval()
+    with torch.no_grad():
+        times = time_stages(encoder, torch.zeros(24, 3, 14, 14), torch.tensor([[4, 6]]), repeats=1, product=64)
+    assert list(times.stages) == list(stage_work(KimiVLConfig.preset("tiny"), [24], 4))
+    assert sum(times.shares.values()) == pytest.approx(1)
+    assert min(times.flops_per_s, times.bytes_per_s, times.whole.p50_ms) > 0
 
 
 # --- environment and devices -----------------------------------------------------------------------------------------

@@ -253,8 +253,8 @@ def test_cells_are_20_lines_and_lines_100_characters(path):
 
 
 @each_new
-def test_a_lesson_has_20_to_60_cells(path):
-    assert 20 <= len(read(path).cells) <= 60
+def test_a_lesson_has_20_to_65_cells(path):
+    assert 20 <= len(read(path).cells) <= 65
 
 
 @each_new

@@ -36,8 +36,8 @@ def check(
     rtol: float = 0.0,
     hint: str = "",
     near: Mapping[Any, str] | None = None,
-) -> bool:
-    """Compares an answer with the expected one. True if it is right, False if there is none yet.
+) -> None:
+    """Compares an answer with the expected one and prints whether it is right or not given yet.
 
     Args:
         name: what is asked for, with its unit: "milliseconds a forward".
@@ -53,10 +53,10 @@ def check(
     """
     if answer is None or answer is ...:
         print(f"{name}: {NOT_ANSWERED}")
-        return False
+        return
     if _equal(answer, expected, rtol):
         print(f"{name}: right, {_shown(expected)} ({_tolerance(rtol)})")
-        return True
+        return
     for miss, reason in (near or {}).items():
         if _equal(answer, miss, rtol):
             raise WrongAnswer(f"{name}: {_shown(answer)} is a near miss: {reason}")
@@ -71,7 +71,7 @@ def check_function(
     *,
     rtol: float = 0.0,
     hint: str = "",
-) -> bool:
+) -> None:
     """Calls `function` with each case's arguments and compares. A function that returns None or ... is not answered.
 
     Args:
@@ -83,13 +83,12 @@ def check_function(
         answer = function(*arguments)
         if answer is None or answer is ...:
             print(f"{name}: {NOT_ANSWERED}")
-            return False
+            return
         if not _equal(answer, expected, rtol):
             given = ", ".join(_shown(argument) for argument in arguments)
             wrong = f"for ({given}) it gives {_shown(answer)}, which is not right{_difference(answer, expected)}"
             raise WrongAnswer(_refusal(name, f"{wrong} ({_tolerance(rtol)})", hint))
     print(f"{name}: right for all {len(pairs)} cases ({_tolerance(rtol)})")
-    return True
 
 
 def _equal(answer: Any, expected: Any, rtol: float) -> bool:

@@ -44,6 +44,14 @@ def table_rows() -> list[list[str]]:
     return rows
 
 
+def course_map() -> str:
+    """A markdown table of the lessons, with links that work inside the folder of the notebooks."""
+    lines = ["| lesson | question | minutes to do | minutes to run |", "|---|---|---|---|"]
+    for link, question, minutes, machine, _ in table_rows():
+        lines.append(f"| {link.replace('(notebooks/', '(')} | {question} | {minutes} | {machine} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     for row in table_rows():
         print(f"| {' | '.join(row)} |")

@@ -32,7 +32,7 @@ def encoder_diagram(pictures: Mapping[str, Picture], config: KimiVLConfig) -> tu
         ("embedded", "(L, D)", rows, dim),
         ("encoded", "(L, D)", rows, dim),
         ("merged", f"(T, {merge}, D)", tokens, merge * dim),
-        ("projected", "(T, text D)", tokens, text.hidden_size),
+        ("projected", "(T, H)", tokens, text.hidden_size),
     ]
     blocks = f"{vision.num_hidden_layers} blocks"
     steps = ["processor", "patch embed\n+ position", blocks, "merge 2 x 2", "projector"]
@@ -54,10 +54,10 @@ def encoder_diagram(pictures: Mapping[str, Picture], config: KimiVLConfig) -> tu
         words = f"{shape}\n{count:,} x {features:,}"
         ax.text(x + width / 2, top - height - 0.9, words, ha="center", va="top", fontsize=10, color=GREY)
         x += width
-    words = f"L = sum of h x w, all pictures packed\nT = L / {merge}\nD = {dim:,}, text D = {text.hidden_size:,}"
+    words = f"L = sum of h x w, all images packed\nT = L / {merge}\nD = {dim:,}, H = {text.hidden_size:,}"
     ax.text(66.5, 6.0, words, va="bottom", linespacing=1.5, color=GREY)
-    title = f"{len(patches)} pictures, one packed sequence: {rows:,} patches in, {tokens:,} tokens out"
-    set_titles(fig, title, f"tensors to scale, rows down, features across; a colour is a picture  ·  {COUNTED}")
+    title = f"{len(patches)} images, one packed sequence: {rows:,} patches in, {tokens:,} tokens out"
+    set_titles(fig, title, f"tensors to scale: patches down, features across; a colour is an image  ·  {COUNTED}")
     return fig, ax
 
 
@@ -84,15 +84,17 @@ def flops_by_size(
             dark = color in (COLORS["navy"], COLORS["blue"])
             ax.text(at, y, name, ha="center", va="center", color="white" if dark else INK)
         else:
-            end = (patches[-1], base[-1] + values[-1] / 2)
-            ax.annotate(name, end, (6, 0), textcoords="offset points", va="center")
+            arrow = {"arrowstyle": "-", "color": INK, "lw": 1}
+            ax.annotate(name, (at, y), (0, -30), textcoords="offset points", ha="center", arrowprops=arrow)
         base = base + values
     for index, (words, at) in enumerate(marks.items()):
         ax.axvline(at, color=INK, ls=(0, (4, 3)), lw=1.4)
         lift = (0, 4 + 14 * (index % 2))
         ax.annotate(words, (at, 1), lift, textcoords="offset points", ha="right", va="bottom", fontsize=10)
     ax.set_xscale("log", base=2)
-    ax.set(xlim=(patches[0], patches[-1]), ylim=(0, 1), xlabel="patches of one image", ylabel="share of the FLOPs")
+    ax.set(
+        xlim=(patches[0], 1.2 * patches[-1]), ylim=(0, 1), xlabel="patches of one image", ylabel="share of the FLOPs"
+    )
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     ax.yaxis.set_major_formatter(PercentFormatter(1))
     set_titles(fig, title, COUNTED)
