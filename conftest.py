@@ -1,7 +1,10 @@
 """What every run of tests and notebooks shares: inline figures, what nbval compares, what was not tested here."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 os.environ.pop("MPLBACKEND", None)  # kernels inherit it, and anything but their own default leaves the figures out
 
@@ -14,8 +17,10 @@ def pytest_collectstart(collector: Any) -> None:
         collector.skip_compare += ("text/html", "image/svg+xml")
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """One loud line for each kind of hardware that this machine does not have."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """One loud line, after all others, for each kind of hardware that this machine does not have."""
+    yield
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
     for reason, hardware in NOT_TESTED.items():
         if count := sum(reason in one for one in skipped):

@@ -1,9 +1,11 @@
-"""Packed attention: every backend that runs here, on single pictures and on batches of many.
+"""Packed attention: every backend that runs here, on single images and on batches of many.
 
     python -m kimivl_lab.bench.attention [--quick] [--dtype bfloat16] [--out DIR] [--device cpu]
 
-Full-size heads, random q, k and v. Every backend is compared with the float32 oracle before it is timed; all run in
-turn. The floor is the time to read q, k and v and write the result once at this machine's measured copy bandwidth.
+The heads have the published size; q, k and v are random. Every backend is compared with the float32 reference before it
+is timed. The floor is the time to read q, k and v and to write the result once, at this machine's copy bandwidth.
+
+Test: tests/test_benchmarks.py. Record: attention__*.csv.
 """
 
 import argparse

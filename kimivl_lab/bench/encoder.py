@@ -1,12 +1,14 @@
-"""The whole tower beside the other MoonViTs that run on this machine, same weights, same process, in turn.
+"""The whole tower beside transformers' MoonViT: same weights, same process, timed in the same rounds.
 
     python -m kimivl_lab.bench.encoder [--quick] [--dtype bfloat16] [--preset kimi-vl-a3b] [--out DIR] [--device cpu]
 
-Peers: transformers' Kimi-K2.5 tower with scaled_dot_product_attention, and open-moonvit where it is installed
-(`pip install --no-deps open-moonvit loguru`). Random weights: speed does not depend on them. Every variant is compared
-with the float32 reference before it is timed. `peak_share` is the share of this machine's own matrix-product rate,
-measured in the same rounds by the faster of torch's product and, where it runs, our own; rows of the phase "part" split
-one forward of ours by kind of operator (the profiler's self time).
+The peer is transformers' Kimi-K2.5 tower with scaled_dot_product_attention. The weights are random: speed does not
+depend on them. Every variant is compared with the float32 reference before it is timed.
+`peak_share` is the share of this machine's own matrix-product rate. That rate is measured in the same rounds, by the
+faster of torch's product and, where it runs, our own; `peak_spread_ratio` is its noise. A quick run measures no rate.
+The rows of the phase "part" split one of our forwards by kind of operator (the profiler's self time).
+
+Test: tests/test_benchmarks.py. Record: encoder__*.csv.
 """
 
 import argparse

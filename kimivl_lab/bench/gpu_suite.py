@@ -1,11 +1,13 @@
-"""Every benchmark's CUDA side in one go: full preset, random weights, under eight minutes on one GPU.
+"""Every benchmark on one GPU: published size, random weights, under eight minutes.
 
     python -m kimivl_lab.bench.gpu_suite [--out DIR] [--device cuda] [--budget 460] [--quick]
 
-Runs from the repository's folder alone (PYTHONPATH=. is enough, nothing need be installed beside torch, transformers,
-numpy and Pillow). Each step is a benchmark in a process of its own: it checks before it times and writes its record as
-it goes, so a step that fails, even by taking the device down with it, costs only itself. Steps that no longer fit the
-budget are skipped and named. The last line is one JSON document. With `--device cpu --quick` it is a dry run.
+It runs from the repository's folder (PYTHONPATH=. is enough; only torch, transformers, numpy and Pillow must be
+installed). Each step is a benchmark in its own process, which checks before it times and writes its record row by row:
+a step that fails, even by taking the device down, loses only its own rows. Steps that no longer fit the budget are
+skipped and named. The last line is one JSON document. `--device cpu --quick` is a dry run.
+
+Test: tests/test_benchmarks.py.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from . import harness
 class Step:
     """One process: `python -m kimivl_lab.bench.<module> <arguments>`; `seconds` is what it is expected to take.
 
-    `gpus`: the least it makes sense on; it starts its own processes for them.
+    `gpus`: the fewest GPUs it needs; it starts its own processes for them.
     """
 
     name: str

@@ -2,13 +2,14 @@
 
     python -m kimivl_lab.bench.graphs [--quick] [--preset lab] [--dtype float32] [--out DIR] [--device cpu]
 
-Phase "budget" times whole calls, grids in and features out, of one image that fills a budget in part or whole; every
-one is first compared with the float32 reference, after the pool, the output and, on a GPU, the padding were filled
-with NaN.
-Phase "capture" is what each graph costs. Phase "host" times the forward alone, its metadata given: of towers that are
-narrow, so that the arithmetic takes next to no time and what is left is the host's, by depth; and of the "tiny" preset
-as it is. On a GPU it is the time until the host is free again. `launches_count` are the calls by which the host starts
-work: operators on a CPU; kernels, copies and graphs on a GPU.
+The phase "budget" times whole calls, from grids to features, of one image that fills a budget in part or whole. Every
+call is first compared with the float32 reference while the pool, the output and, on a GPU, the padding are filled with
+NaN. The phase "capture" is what each graph costs. The phase "host" times the forward alone, with its metadata given:
+of narrow towers by depth, where nearly all the time is the host's, and of the "tiny" preset. On a GPU this is the time
+until the host is free again. `launches_count` counts what the host starts: operators on a CPU; kernels, copies and
+graphs on a GPU.
+
+Test: tests/test_graph_bench.py, tests/test_benchmarks.py. Record: graphs__*.csv.
 """
 
 import argparse

@@ -1,11 +1,13 @@
-"""The ladder: from the encoder before anybody made it fast to this one, an optimisation a rung, on the same pictures.
+"""The ladder: from the encoder as it was first served to this one, one optimisation a rung, on the same images.
 
     python -m kimivl_lab.bench.ladder [--preset lab] [--dtype float32] [--quick] [--out DIR] [--device cpu]
 
-"Before" is the encoder as it was first served: one mask over all pictures, the longest picture's length read in every
-layer, the position table interpolated at every call, complex rope on float32 copies, a strided convolution, a loop over
-pictures to merge. Each rung changes one thing; the kernels for AMX come together. Every rung is compared with the
-float32 reference before any is timed; all rungs run in turn. A rung that does not pay on this machine stays.
+The first rung, "before", has one mask over all images, reads the longest image's length in every layer, interpolates
+the position table at every call, applies complex rope to float32 copies, embeds by a strided convolution, and merges
+image by image. Each rung changes one thing, except that all kernels of the last CPU rung come together. Every rung is
+compared with the float32 reference before any is timed. A rung that does not pay on this machine stays.
+
+Test: tests/test_benchmarks.py. Record: ladder__*.csv.
 """
 
 import argparse
@@ -36,7 +38,7 @@ from . import harness
 from .towers import noise, reference_and_tower
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}
-QUICK_PICTURES = ("astronaut", "coffee", "china")
+QUICK_IMAGES = ("astronaut", "coffee", "china")
 COLUMNS = (
     "case",
     "variant",
@@ -68,13 +70,13 @@ class Rung:
 
 
 def rungs(device: torch.device, dtype: torch.dtype) -> list[Rung]:
-    """From first to last; kernels and graphs only where there are some."""
+    """From first to last; kernels and graphs only where this machine has them."""
     ladder, on_cpu = [Rung("before")], device.type == "cpu"
 
     def step(name: str, **changes: object) -> None:
         ladder.append(replace(ladder[-1], name=name, **changes))
 
-    step("attention per picture", attention="sdpa" if on_cpu else "auto")
+    step("attention per image", attention="sdpa" if on_cpu else "auto")
     step("metadata built once", bound_per_layer=False, packed_merge=True)
     step("separable position operator", position="adaptive")
     step("position cache", position="cached")
@@ -102,7 +104,7 @@ def encode(
     rung: Rung,
     runner: EncoderCudaGraphRunner | None = None,
 ) -> Tensor:
-    """The tower's forward, the way `rung` does it: (T, 4, D). `runner`: of its graphs, made here when None."""
+    """The tower's forward, as `rung` runs it: (T, 4, D). `runner`: holds its graphs; None makes one."""
     tower.set_options(position=rung.position)
     if rung.graphs:
         return (runner or graph_runner(tower, grid_hws))(pixels, grid_hws)
@@ -122,14 +124,14 @@ def encode(
 
 
 def batches(quick: bool, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """(pixel values, grids) by name: photographs (all sample pictures unless `quick`), 8 pictures of COCO's sizes."""
+    """(pixel values, grids) by name: photographs (all sample images unless `quick`), 8 images of COCO's sizes."""
     files = sample_images()
-    names = QUICK_PICTURES if quick else tuple(files)
-    pictures = KimiVLImageProcessor()([files[name] for name in names])
-    found = {f"{len(names)} sample pictures": (pictures.pixel_values, pictures.image_grid_hws)}
+    names = QUICK_IMAGES if quick else tuple(files)
+    photographs = KimiVLImageProcessor()([files[name] for name in names])
+    found = {f"{len(names)} sample images": (photographs.pixel_values, photographs.image_grid_hws)}
     if not quick:
         grids: list[Grid] = [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 8, seed)]
-        found["8 pictures of COCO's sizes"] = (noise(grids, seed), torch.tensor(grids, device="cpu"))
+        found["8 images of COCO's sizes"] = (noise(grids, seed), torch.tensor(grids, device="cpu"))
     return found
 
 

@@ -1,10 +1,12 @@
-"""Encoder metadata: what the grids give, built plainly and into one buffer, on batches of real sizes.
+"""Encoder metadata: building the arrays of a batch plainly and in one buffer, on batches of real sizes.
 
     python -m kimivl_lab.bench.metadata [--quick] [--out DIR] [--device cpu]
 
-"arrays" is the host's arithmetic alone: offsets, merge order, columns and rows. "on the device" takes them there, by
-one copy each or one for all, and makes the angles. Both builders are compared bit for bit before they are timed. The
-floor is the time to write the results once at the measured bandwidth.
+The phase "arrays" is the arithmetic on the host alone: offsets, merge order, columns and rows. The phase "on the
+device" also copies the arrays there, one copy each or one for all, and computes the angles. Both builders are compared
+bit for bit before they are timed. The floor is the time to write the results once, at this machine's copy bandwidth.
+
+Test: tests/test_benchmarks.py. Record: metadata__*.csv.
 """
 
 import argparse

@@ -1,10 +1,12 @@
 """Position embedding: every implementation and a cache hit, on single grids and on batches drawn from real sizes.
 
-    python -m kimivl_lab.bench.position [--quick] [--out DIR] [--device cpu]
+    python -m kimivl_lab.bench.position [--quick] [--dtype float32] [--out DIR] [--device cpu]
 
-Every variant is compared with torch's float64 bicubic before it is timed, and all variants of a case run in turn. The
-floor is the time to read the table's rows that matter and write the result, once, at this machine's measured copy
-bandwidth; of a hit, to read the entry and write the result.
+Every variant is compared with torch's float64 bicubic before it is timed. The floor is the time to read the lines of
+the table that matter and to write the result once, at this machine's copy bandwidth; for a hit, the time to read the
+entry and to write the result.
+
+Test: tests/test_benchmarks.py. Record: position__*.csv.
 """
 
 import argparse

@@ -1,11 +1,13 @@
-"""Cache policies on real traffic: hit rate, bytes and time an image, without allocating the bytes.
+"""Cache policies on real traffic: hit rate, bytes and time for each image, without allocating the bytes.
 
     python -m kimivl_lab.bench.position_cache [--quick] [--out DIR]
 
-Drives the library's own `PositionCache` with storage-less tensors of the true sizes (bfloat16, 1152 wide), so that
-"4 GiB" is a bound and not a need. Traffic: independent draws from each size distribution; "hot_cold", four draws in
-five from eight photo sizes and one from the clip art's; "cyclic", 300 grids of charts round and round. The time an
-image is hits and misses weighted by a hit's and a miss's cost a patch, measured first.
+The benchmark drives the library's own `PositionCache` with tensors that have the true sizes (bfloat16, 1152 wide) but
+no storage, so a bound of 4 GiB needs no 4 GiB. The traffic is independent draws from each size distribution, and two
+more: "hot_cold" takes four draws in five from eight photo sizes and one from the clip art's; "cyclic" repeats 300 grids
+of charts in order. The time for an image weights hits and misses by their cost a patch, which is measured first.
+
+Test: tests/test_benchmarks.py. Record: position_cache__*.csv.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""Pictures to patches: the image processor beside the reference written step by step, on the same photographs.
+"""Images to patches: the image processor beside the reference written step by step, on the same photographs.
 
     python -m kimivl_lab.bench.preprocess [--quick] [--out DIR]
 
-Every variant is compared with the reference bit for bit (the uint8 one after normalising) before it is timed, and all
-variants of a case run in turn, on the host. The floor is the time to read the pixels as uint8 and write the patches as
-float32 once at this machine's measured copy bandwidth; decoding and resizing have no such floor and come on top.
+Every variant is compared with the reference bit for bit (the uint8 one after normalising) before it is timed, on the
+host. The floor is the time to read the pixels as uint8 and to write the patches as float32 once, at this machine's copy
+bandwidth. Decoding and resizing have no such floor and come on top.
+
+Test: tests/test_benchmarks.py. Record: preprocess__*.csv.
 """
 
 import argparse
@@ -39,7 +41,7 @@ def photographs(workload: str, count: int, seed: int) -> list[Image.Image]:
 
 
 def save_jpegs(images: Sequence[Image.Image], folder: Path) -> list[Path]:
-    """The pictures as JPEG files of quality 90."""
+    """The images as JPEG files of quality 90."""
     paths = [folder / f"{index:03d}.jpg" for index in range(len(images))]
     for image, path in zip(images, paths, strict=True):
         image.save(path, quality=90)

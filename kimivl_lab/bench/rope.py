@@ -1,9 +1,11 @@
-"""RoPE-2D: q and k turned by each implementation, on single grids and on batches drawn from real sizes.
+"""RoPE-2D: every rotation of q and k, on single grids and on a batch drawn from real sizes.
 
-    python -m kimivl_lab.bench.rope [--quick] [--compiled] [--out DIR] [--device cpu]
+    python -m kimivl_lab.bench.rope [--quick] [--compiled] [--dtype float32] [--out DIR] [--device cpu]
 
-Every variant is compared with the float64 rotation before it is timed, and all variants of a case run in turn. The
-floor is the time to read and write q and k once, and to read the factors, at this machine's measured copy bandwidth.
+Every variant is compared with the float64 rotation before it is timed. The floor is the time to read and write q and k
+once and to read the factors, at this machine's copy bandwidth.
+
+Test: tests/test_benchmarks.py. Record: rope__*.csv.
 """
 
 import argparse

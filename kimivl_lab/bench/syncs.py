@@ -2,11 +2,13 @@
 
     python -m kimivl_lab.bench.syncs [--preset kimi-vl-a3b] [--dtype bfloat16] [--quick] [--out DIR] [--device cuda]
 
-Each variant is counted twice: on the pretended device, with a narrow tower of the same depth (a count knows no width),
-and on the GPU by torch's debug mode and the profiler. All variants are compared with the float32 reference before any
-is timed. The rows "short kernel" and "long kernel" launch the same kernel many times and read one number back after
-every so many; a read's cost is the time over that of the loop without reads, per read. On a CPU nothing waits: only the
-pretended counts and the times are filled in.
+Each variant is counted twice: on the pretended device, with a narrow tower of the same depth (a count does not depend
+on the width), and on the GPU by torch's debug mode and the profiler. All variants are compared with the float32
+reference before any is timed. The cases "short kernel" and "long kernel" launch one kernel many times and read a number
+back after every so many launches; the cost of a read is the time beyond the loop without reads, divided by the reads.
+On a CPU nothing waits: only the pretended counts and the times are filled in.
+
+Test: tests/test_benchmarks.py, tests/test_tower_syncs.py. Record: syncs__*.csv, from a GPU.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What benchmarks of whole towers start from: a float32 reference, a tower of the same weights, and noise to encode."""
+"""What benchmarks of whole towers start from: a float32 reference, a tower of the same weights, and pixels of noise."""
 
 import argparse
 from collections.abc import Sequence

@@ -2,9 +2,11 @@
 
     python -m kimivl_lab.bench.upload [--quick] [--out DIR] [--device cuda]
 
-uint8 patches carry a quarter of float32's bytes, their normalisation folded into the patch embedding. Each way starts
-from pinned host memory (pageable on a CPU, where nothing is uploaded) and ends with the embedded patches; each is
-compared with the float64 result before it is timed. The floor is the copy of uint8's bytes at the measured rate.
+uint8 patches have a quarter of float32's bytes; their normalisation is folded into the patch embedding. Each variant
+starts in pinned host memory (in pageable memory on a CPU, where nothing is copied) and ends with the embedded patches.
+Each is compared with the float64 result before it is timed. The floor is the time to copy the uint8 patches.
+
+Test: tests/test_benchmarks.py. Record: upload__*.csv, from a GPU.
 """
 
 import argparse

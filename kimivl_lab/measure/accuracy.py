@@ -1,4 +1,7 @@
-"""How far a result is from a reference, and the check that every benchmark makes before it times anything."""
+"""How far a result is from a reference, and the check that every benchmark makes before it times anything.
+
+Test: tests/test_benchmarks.py.
+"""
 
 from collections.abc import Callable, Mapping
 

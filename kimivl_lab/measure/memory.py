@@ -1,4 +1,7 @@
-"""Peak memory of one call, above what was there before it."""
+"""Peak memory of one call, above the memory in use before it.
+
+Test: tests/test_memory.py.
+"""
 
 import ctypes
 import gc
@@ -12,7 +15,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_memory_mib(run: Callable[[], object], device: torch.device | str = "cpu") -> float | None:
-    """MiB that `run` needs at its peak: allocated on a GPU, resident on Linux; None where it is not known."""
+    """MiB that `run` needs at its peak: allocated on a GPU, resident on Linux; None where neither can be read."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -31,7 +34,7 @@ def peak_memory_mib(run: Callable[[], object], device: torch.device | str = "cpu
 
 
 def _give_back_freed_memory() -> None:
-    """What an earlier call freed stays resident until the C library returns it, and would hide the next call's need."""
+    """Returns freed memory to the system: it stays resident otherwise and hides what the next call needs."""
     gc.collect()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

@@ -1,4 +1,7 @@
-"""Where a number comes from: commit, command, device and versions."""
+"""Where a number comes from: commit, command, device and versions.
+
+Test: tests/test_records.py.
+"""
 
 import datetime
 import importlib.metadata
@@ -16,7 +19,7 @@ _PACKAGES = ("torch", "transformers", "numpy", "pillow", "flash-attn")
 
 
 def device_name(device: torch.device | str = "cpu") -> str:
-    """A person's name for the device: the GPU's, or the processor's with its usable cores."""
+    """The device's name for people: the GPU, or the processor with its usable cores."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -47,7 +50,7 @@ def versions() -> dict[str, str]:
 
 
 def provenance(device: torch.device | str = "cpu", **settings: Any) -> dict[str, Any]:
-    """Everything a record must say about its origin, JSON-ready. `settings`: warmup, repeats, seed, timer and so on."""
+    """The origin of a record, ready for JSON. `settings`: warmup, repeats, seed, timer and so on."""
     device = torch.device(device)
     origin: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,8 +1,10 @@
 """Measured data on disk: `<benchmark>__<device>__<dtype>__<yyyymmdd>.csv` and a `.json` sidecar of the same name.
 
-Rows are written as they are measured, so a run that dies keeps what it had. Column names carry their units; every
-record has the accuracy column `relative_error` (against the float32 reference, 0 = bit-equal); the sidecar holds the
+Rows are written as they are measured, so a run that dies keeps its rows. Column names contain their units. Every record
+has the accuracy column `relative_error` (against the float32 reference, 0 = bit-equal); the sidecar holds the
 provenance.
+
+Test: tests/test_records.py.
 """
 
 import csv
@@ -106,7 +108,7 @@ def find_record(benchmark: str, directory: Path | str, *, device: str = "*", dty
 
 
 def record_problems(path: Path | str) -> list[str]:
-    """What is wrong with a record, in words; an empty list means valid."""
+    """The problems of a record, one line each; an empty list means that it is valid."""
     path = Path(path)
     if not FILE_NAME.fullmatch(path.name):
         return [f"{path.name}: not <benchmark>__<device>__<dtype>__<yyyymmdd>.csv"]

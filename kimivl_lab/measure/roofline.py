@@ -1,4 +1,7 @@
-"""What this machine can do: matrix products and copies, measured in the run whose numbers they bound."""
+"""The rates of this machine: matrix products and copies, measured in the run whose numbers they bound.
+
+Test: tests/test_benchmarks.py.
+"""
 
 from collections.abc import Callable
 

@@ -111,7 +111,8 @@ def recorded_wins(
     Args:
         attention: rows of a record with `latency_ms_*`; at the right stands how many times faster ours is.
         encoder: rows of a record with `latency_ms_*` and `peak_share`; at the right stand the forwards' seconds.
-        backends, towers: the records' variants -> names in the legend, up to three each, ours last.
+        backends, towers: the records' variants -> names in the legend, up to three each, ours last. A tower that the
+            record does not have is left out.
     """
     fig, (left, right) = new_figure(12, 4.9, ncols=2, width_ratios=(1.12, 1))
     cases, styles = by_case(attention, backends), _MARKS[-len(backends) :]
@@ -121,6 +122,8 @@ def recorded_wins(
     draw_lines(left, _case_labels(cases), marks, notes=[f"{ratio:.1f}x" for ratio in ratios])
     log_axis(left, "attention of one layer, ms", ticks=(1, 2, 5))
 
+    recorded = {row["variant"] for row in encoder}
+    towers = {name: label for name, label in towers.items() if name in recorded}
     cases, marks = by_case(encoder, towers), []
     for (name, label), style in zip(towers.items(), _MARKS[-len(towers) :], strict=True):
         share = np.array([case[name]["peak_share"] for case in cases.values()])
