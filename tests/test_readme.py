@@ -88,7 +88,7 @@ def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys, rank_of_one):
     assert names["encoder"].encoder_parallel == "data"
     assert names["runner"].stats.graphs[368].calls == 1
     assert printed[-1] == "0 {}" and printed[-1] in README
-    assert printed[1] == f"(66, 66) 4356 1089 {[0, 4356, *[5676] * 7]}" and "4,356 patches" in README
+    assert printed[1] == f"Grid(h=66, w=66) 4356 1089 {[0, 4356, *[5676] * 7]}" and "4,356 patches" in README
     x = torch.arange(5676)[:, None]
     merged = names["patch_merger_packed"](x, names["index"])
     assert torch.equal(merged.flatten(), names["index"])
