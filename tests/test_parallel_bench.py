@@ -1,5 +1,6 @@
 """The benchmark of ranks: what it times, what it fits, what it sums up."""
 
+import time
 from argparse import Namespace
 from dataclasses import replace
 
@@ -10,13 +11,27 @@ from kimivl_lab import MoonViTConfig
 from kimivl_lab.bench.fit_cost_model import CALIBRATION, collective_points, fit_record, predict
 from kimivl_lab.bench.parallel import check, summary
 from kimivl_lab.geometry import patch_counts
-from kimivl_lab.measure.ranks import run_ranks
+from kimivl_lab.measure.ranks import RankTiming, run_ranks, time_on_ranks
 from kimivl_lab.parallel.balance import QuadraticCost, balance_by_cost
+from kimivl_lab.parallel.collectives import all_reduce
 from kimivl_lab.parallel.cost_model import assumed_cost_model
+from kimivl_lab.parallel.groups import init_group
 from kimivl_lab.parallel.work import COLLECTIVES
-from tests.parallel_worker import SLEEP_S, time_uneven_ranks
 
+SLEEP_S = 0.1
 CONFIG = MoonViTConfig.preset("tiny")
+
+
+def time_uneven_ranks() -> dict[str, RankTiming]:
+    """One variant whose last rank comes late to an all-reduce, one without work."""
+    group = init_group(timeout_s=15)
+
+    def uneven():
+        if group.rank() == group.size() - 1:
+            time.sleep(SLEEP_S)
+        all_reduce(torch.ones(1024), group)
+
+    return time_on_ranks({"uneven": uneven, "idle": lambda: None}, group, torch.device("cpu"), repeats=2)
 
 
 def test_the_slowest_rank_counts_and_waiting_is_skew():

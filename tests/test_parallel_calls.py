@@ -9,7 +9,7 @@ import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,44 +20,24 @@ from torch import nn
 from kimivl_lab import EncoderCudaGraphRunner, KimiVLEncoder
 from kimivl_lab.graphs.guards import GraphCaptureError
 from kimivl_lab.kimi_vl.encoder import KimiVLMultiModalProjector
-from kimivl_lab.measure.ranks import run_ranks
 from kimivl_lab.parallel import calls
 from kimivl_lab.parallel.calls import rank_errors, same_call
 from kimivl_lab.parallel.collectives import all_gather, all_reduce
 from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
-from kimivl_lab.parallel.groups import RankError, init_group
+from kimivl_lab.parallel.groups import RankError
 from kimivl_lab.parallel.tensor_parallel import tensor_parallel
 from tests.conftest import pixels_for, relative_error, tiny_encoder, tiny_tower
-from tests.parallel_worker import free_links
+from tests.rank_cases import free_links, on_ranks, results_of
 
 TIMEOUT_S = 1.0
 GRIDS = [(4, 6), (2, 2), (8, 4)]
 MODES = {2: ("data", "tensor", "auto", "auto, links free", "run_dp"), 3: ("data", "auto", "run_dp")}
-CASES: list[Any] = []
-
-
-def on_ranks(case):
-    """Registers a case: it gets a group of all ranks, and what it returns on each rank is what its test asserts on."""
-    CASES.append(case)
-    return case
-
-
-def run_cases() -> dict[str, Any]:
-    init_group(timeout_s=60)
-    results = {}
-    for case in CASES:
-        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
-        dist.barrier()
-        with torch.no_grad():
-            results[case.__name__] = case(group)
-    return results
 
 
 @pytest.fixture(scope="module")
 def results():
     """results(ranks, case): what each rank returned."""
-    run = cache(lambda ranks: run_ranks(run_cases, ranks))
-    return lambda ranks, case: [result[case.__name__] for result in run(ranks)]
+    return results_of(__name__, TIMEOUT_S)
 
 
 def encode_by(mode: str, group) -> Callable[..., torch.Tensor]:

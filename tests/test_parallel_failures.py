@@ -1,11 +1,14 @@
 """When a rank does not come: the others end within the timeout, with an error that names it; and what is refused."""
 
 import multiprocessing
+import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from queue import Empty
 from typing import Any
 
@@ -17,11 +20,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from kimivl_lab import MoonViTConfig
 from kimivl_lab.measure.ranks import run_ranks
+from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
 from kimivl_lab.parallel.groups import RankError, init_group
 from kimivl_lab.parallel.linear import check_plain
 from kimivl_lab.parallel.tensor_parallel import check_tensor_parallel_size, tensor_parallel, tensor_parallel_sizes
-from tests.conftest import tiny_encoder, tiny_tower
-from tests.parallel_worker import fail_on_rank_1, lose_a_rank
+from tests.conftest import pixels_for, tiny_encoder, tiny_tower
+from tests.rank_cases import GRIDS, StubTower
 
 TIMEOUT_S = 3.0
 SCENARIOS = {  # name: ranks, those that do not come
@@ -33,11 +37,37 @@ SCENARIOS = {  # name: ranks, those that do not come
 }
 
 
+def lose_a_rank(scenario: str, rank: int, ranks: int, port: int, timeout_s: float, queue) -> None:
+    """One rank of a group that loses some on the way to an all-gather; puts (scenario, rank, error, ...) in `queue`."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+    everyone = init_group(timeout_s=30)  # a slow start is not what is tested
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    dist.barrier(everyone)
+
+    def load(mine):
+        if scenario == "cannot read its images" and rank == 1:
+            raise FileNotFoundError("page_7.png")
+        return torch.cat([pixels_for([GRIDS[image]]) for image in mine])
+
+    if scenario == "dies" and rank == 1 or scenario == "keeper of the store dies" and rank == 0:
+        os._exit(1)
+    if scenario == "hangs" and rank == 1 or scenario.startswith("shards") and rank >= 2:
+        time.sleep(60)
+    start = time.monotonic()
+    try:
+        run_dp_sharded_vision_model(StubTower(), None, GRIDS, group, load_pixels=load)
+    except Exception as error:
+        missing = getattr(error, "missing", [])
+        queue.put((scenario, rank, type(error).__name__, str(error), missing, time.monotonic() - start))
+    time.sleep(60)  # until killed: nobody's leaving may end the others
+
+
 @pytest.fixture(scope="module")
 def survivors():
     """scenario -> (rank, kind of error, its text, missing ranks, seconds) of every rank that came. All run at once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kimivl_lab.kimi_vl.encoder", "tests.parallel_worker"])
+    context.set_forkserver_preload(["kimivl_lab.kimi_vl.encoder", "tests.test_parallel_failures"])
     queue, processes = context.Queue(), []
     for scenario, (ranks, _) in SCENARIOS.items():
         port = free_port()
@@ -176,6 +206,11 @@ def test_the_error_comes_back_from_another_process_whole():
 def test_a_group_needs_a_finite_timeout():
     with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
         init_group(timeout_s=0)
+
+
+def fail_on_rank_1() -> None:
+    if dist.get_node_local_rank() == 1:
+        raise ValueError("no picture")
 
 
 def test_the_launcher_names_the_rank_that_failed_and_keeps_the_signal_handlers():
