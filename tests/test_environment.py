@@ -4,7 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -56,24 +55,6 @@ def test_pip_installs_the_project_as_the_makefile_does() -> None:
     match = re.fullmatch(r"-e \.\[([a-z,]+)\]", editable)
     assert match and set(match[1].split(",")) == set(EXTRAS) - UNTESTED
     assert f'-c constraints.txt -e ".[{match[1]}]"' in (ROOT / "Makefile").read_text()
-
-
-def test_the_flash_extra_is_one_documented_line() -> None:
-    assert [one.name for one in EXTRAS["flash"]] == ["flash-attn"]
-    comments = [line for line in (ROOT / "environment.yml").read_text().splitlines() if line.startswith("#")]
-    assert any('--no-build-isolation -e ".[flash]"' in line for line in comments)
-
-
-def test_every_line_of_environment_yml_says_its_purpose() -> None:
-    lines = (ROOT / "environment.yml").read_text().splitlines()
-    entries = [line for line in lines if re.match(r"\s*- ", line) and not line.rstrip().endswith("pip:")]
-    assert len(entries) == 6
-    assert [line for line in entries if "  # " not in line] == []
-
-
-@pytest.mark.parametrize("package", ["torch", "flash-attn", "jupyterlab", "matplotlib", "transformers", "nbval"])
-def test_the_named_packages_are_in_the_metadata(package: str) -> None:
-    assert package in {one.name for one in LIBRARY} | {one.name for lines in EXTRAS.values() for one in lines}
 
 
 def test_the_makefile_asks_for_the_python_that_pyproject_needs() -> None:
