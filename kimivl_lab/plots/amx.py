@@ -21,7 +21,7 @@ _QUERIES = (("sky", "^"), ("orange", "s"), ("navy", "o"))
 
 @dataclass(frozen=True)
 class Maxima:
-    """A few queries' maxima, run of keys after run; each sequence is (runs, queries).
+    """The maxima of a few queries, one run of keys after another; each sequence is (runs, queries).
 
     here: the largest score of the run itself.
     top: the running maximum that the run's weights were taken from.
@@ -66,7 +66,7 @@ def useful_share(
 def running_maxima(
     panels: Mapping[str, Maxima], queries: Sequence[str], run: int, *, title: str, slack: Sequence[float]
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Each panel: the running maximum of a few queries over the keys, a mark where it was raised.
+    """Each panel is the running maximum of a few queries over the keys, with a mark where it was raised.
 
     Args:
         panels: words -> maxima.

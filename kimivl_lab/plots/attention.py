@@ -1,4 +1,7 @@
-"""Packed attention: the block-diagonal mask and its waste, its memory, rows that a low bound leaves out, a roofline."""
+"""Packed attention: the block-diagonal mask and its waste, its memory, rows that a low bound leaves out, a roofline.
+
+Test: tests/test_plots.py.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
 
 _BANDS = ("navy", "orange", "sky", "blue", "sand")
 _MARKS = (("orange", "o"), ("sky", "D"), ("navy", "s"))
-_HEAD = 0.08  # room inside a block around its picture
+_HEAD = 0.08  # room inside a block around its image
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,11 @@ def packed_mask(
     bound: tuple[str, Sequence[int], Sequence[float]],
     title: str,
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Left, the (L, L) mask of a batch, to scale, what it hides hatched; right, the hidden share by batch size.
+    """Left, the (L, L) mask of a batch, to scale, with what it hides hatched; right, the hidden share by batch size.
 
     Args:
-        pictures: name -> picture, in packed order, up to five.
-        counts: pictures in a batch, ascending.
+        pictures: name -> image with its geometry, in packed order, up to five.
+        counts: images in a batch, ascending.
         waste: words -> share (0..1) of the scores that the mask throws away, at each count; up to three.
         bound: (words, counts, shares) of a line that none of them passes.
     """
@@ -73,7 +76,7 @@ def packed_mask(
     for (color, marker), (words, shares) in zip(_MARKS, waste.items(), strict=False):
         right.plot(counts, shares, marker, color=COLORS[color], ms=8.5, mec=INK, mew=0.8, label=words)
     right.set_xscale("log", base=2)
-    right.set(xlabel="pictures in the batch", ylabel="scores that the mask throws away", ylim=(0, 1), xticks=counts)
+    right.set(xlabel="images in the batch", ylabel="scores that the mask throws away", ylim=(0, 1), xticks=counts)
     right.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
     right.yaxis.set_major_formatter(PercentFormatter(1))
     right.legend(loc="lower right")
@@ -126,10 +129,10 @@ def memory_growth(
 def missing_rows(
     lines: Sequence[Mapping[str, Mapping[str, tuple[Picture, int]]]], *, title: str, subtitle: str = COUNTED
 ) -> tuple[Figure, Axes]:
-    """Batches of pictures, with the patches hatched that were never computed.
+    """Batches of images; the patches that were never computed are hatched.
 
     Args:
-        lines: from top to bottom; each holds batches side by side: words -> name -> (picture, patches computed, counted
+        lines: from top to bottom; each holds batches side by side: words -> name -> (image, patches computed, counted
             from the first).
     """
     gap, between, step = 0.1, 0.55, 1.5
@@ -218,7 +221,7 @@ def _binary_size(mib: float) -> str:
 
 
 def _draw_computed(ax: Axes, x: float, y: float, name: str, picture: Picture, computed: int) -> None:
-    """A picture of height 1 at (x, y) as encoded, hatched from patch number `computed` on, row-major."""
+    """An image of height 1 at (x, y) as encoded, hatched from patch number `computed` on, row-major."""
     image, geometry = picture
     h, w = geometry.grid_hw
     canvas = np.zeros((geometry.padded_height, geometry.padded_width, 3), dtype=np.uint8)
@@ -260,7 +263,7 @@ def _label_points(ax: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, 
 
 
 def _draw_times(ax: Axes, operators: Mapping[str, Operator], roof: np.ndarray) -> None:
-    """Predicted (hollow) and measured (filled) milliseconds, one line an operator, the ratio at its end."""
+    """Predicted (hollow) and measured (filled) milliseconds, one line for each operator, the ratio at its end."""
     y = np.arange(len(operators))[::-1]
     times = [one.time for one in operators.values()]
     measured = np.array([time.p50_ms for time in times])

@@ -1,4 +1,7 @@
-"""Budgets as a staircase over the images that they serve, with the rows in between that are computed for nothing."""
+"""Budgets as a staircase over the images that they serve; the area in between is computed and thrown away.
+
+Test: tests/test_plots.py.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -22,7 +25,7 @@ _BARS = (("orange", "///"), ("sky", "..."), ("navy", ""))
 def packed_replays(
     tokens: Sequence[int], replays: Mapping[str, Sequence["Replay"]], *, title: str, subtitle: str = COUNTED
 ) -> tuple[Figure, Axes]:
-    """One line a replay, to scale: the images in it, their tokens written in, and hatched what the budget adds.
+    """One line for each replay, to scale: its images with their tokens, and hatched the rows that the budget adds.
 
     Args:
         tokens: merged tokens of each image of the call.
@@ -84,7 +87,7 @@ def plan_overview(
 
 
 def _serving(tokens: np.ndarray, ladder: Sequence[int]) -> np.ndarray:
-    """(m,) rows that each image is computed in: the smallest budget that holds it; eager, its own."""
+    """(m,) rows computed for each image: the smallest budget that holds it, or its own tokens where it runs eager."""
     steps = np.searchsorted(ladder, tokens)
     return np.append(ladder, 0)[steps] + np.where(steps == len(ladder), tokens, 0)
 

@@ -1,4 +1,7 @@
-"""Cache policies on real traffic: what a bound buys in hits, and what it really holds in memory."""
+"""Cache policies on real traffic: the hit rate of each bound, and the memory that it holds.
+
+Test: tests/test_plots.py.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +27,7 @@ _NAMES = {
 def hit_rates(
     rows: Sequence[Mapping[str, Any]], cases: Mapping[str, str], *, entries: int, mib: int, title: str, subtitle: str
 ) -> tuple[Figure, np.ndarray]:
-    """Hit rate against the most bytes that a policy came to hold; one panel a traffic, one dot a bound.
+    """Hit rate against the most bytes that a policy held; one panel for each traffic, one dot for each bound.
 
     Args:
         rows: of a record "position_cache".

@@ -1,4 +1,7 @@
-"""The cost model against measurement, and what it predicts: where data or tensor parallel wins, how either scales."""
+"""The cost model beside measurements, and its predictions: where data or tensor parallel wins, how each scales.
+
+Test: tests/test_plots.py.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -80,7 +83,7 @@ def crossover_map(
     title: str,
     subtitle: str,
 ) -> tuple[Figure, Sequence[Axes]]:
-    """How many times slower the wrong choice is, by image size and number of images; one panel a world size.
+    """How many times slower the wrong choice is, by image size and number of images; one panel for each world size.
 
     Args:
         panels: words ("2 ranks", "8 ranks, simulated") -> (counts, sizes) time of tensor over data parallel.

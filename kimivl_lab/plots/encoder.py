@@ -1,4 +1,7 @@
-"""The encoder as a picture: its tensors to scale, where its FLOPs are, and where its time goes."""
+"""The encoder drawn: its tensors to scale, where its FLOPs are, and where its time goes.
+
+Test: tests/test_plots.py.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +24,7 @@ def encoder_diagram(pictures: Mapping[str, Picture], config: KimiVLConfig) -> tu
     """Pictures -> patches -> blocks -> merge -> projector: every tensor drawn to scale, rows down, features across.
 
     Args:
-        pictures: name -> (picture, its geometry), up to four, in packed order; each has its colour in every tensor.
+        pictures: name -> (image, its geometry), up to four, in packed order; each has its colour in every tensor.
     """
     vision, text = config.vision_config, config.text_config
     patches = [geometry.patches for _, geometry in pictures.values()]
@@ -152,7 +155,7 @@ def stage_profile(
 
 
 def _draw_thumbnails(ax: Axes, pictures: Mapping[str, Picture], top: float, bottom: float) -> None:
-    """The pictures one above another at the left, each framed in its colour."""
+    """The images one above another at the left, each framed in its colour."""
     room, words = (top - bottom) / len(pictures), 2.6
     for color, (name, (image, geometry)) in zip(_BANDS, pictures.items(), strict=False):
         aspect = geometry.padded_width / geometry.padded_height

@@ -1,4 +1,7 @@
-"""What a captured graph saves and what it costs: launches on a timeline, budgets over images, measured replays."""
+"""What a captured graph saves and what it costs: launches on a timeline, budgets over images, measured replays.
+
+Test: tests/test_plots.py.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +27,7 @@ _WASTE: dict[str, Any] = {"fc": COLORS["orange"], "hatch": "////", "ec": "white"
 
 
 def launch_timeline(lanes: Mapping[str, tuple[Spans, Spans]], *, title: str, subtitle: str) -> tuple[Figure, Axes]:
-    """Who works when: for each lane the host's launches above the device's kernels, and hatched where the device waits.
+    """One lane for each program: the host's launches above the device's kernels, hatched where the device waits.
 
     Args:
         lanes: words -> (launches, kernels), each (start, length) in launches.
@@ -58,7 +61,7 @@ def two_staircases(
     title: str,
     subtitle: str = COUNTED,
 ) -> tuple[Figure, Sequence[Axes]]:
-    """One panel a workload: its images by merged tokens, and above them what two sets of budgets compute for nothing.
+    """One panel for each workload: its images by merged tokens, and above them what two sets of budgets add.
 
     Args:
         workloads: name -> how many images have how many merged tokens.
@@ -97,7 +100,7 @@ def replay_steps(
     title: str,
     subtitle: str,
 ) -> tuple[Figure, Axes]:
-    """Time of one image by its tokens: eager as a line, graphs as steps, shaded where a step is the dearer one.
+    """Time of one image by its tokens: eager as a line, graphs as steps, shaded where a step is more expensive.
 
     Args:
         tokens: merged tokens of the images that were timed eager, ascending.

@@ -1,4 +1,7 @@
-"""The ladder of optimisations as a waterfall: what each rung saves of the one above it."""
+"""The ladder of optimisations as a waterfall: what each rung saves on the rung above.
+
+Test: tests/test_report.py.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +13,7 @@ from .style import COLORS, GREY, new_figure, set_titles
 
 
 def ladder_waterfall(rows: Sequence[Mapping[str, Any]], subtitle: str) -> tuple[Figure, Axes]:
-    """One bar a rung, first on top; hatched, what it saves of the rung above, or in orange what it costs.
+    """One bar for each rung, the first on top; hatched is what it saves on the rung above, orange what it adds.
 
     Args:
         rows: of a record of the benchmark "ladder", in the order of the rungs: `variant`, `latency_ms_p20`, `p50`,

@@ -1,4 +1,7 @@
-"""Encoding on several ranks: who holds what, which rank encodes which image and waits, what is sent, recorded times."""
+"""Encoding on several ranks: which rank holds what, encodes which image and waits; what is sent; recorded times.
+
+Test: tests/test_plots.py.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -36,7 +39,7 @@ def who_holds_what(config: MoonViTConfig, ranks: int, title: str) -> tuple[Figur
         ranks: 2 to 4.
     """
     if not 2 <= ranks <= len(_RANKS):
-        raise ValueError(f"the picture has room for 2 to {len(_RANKS)} ranks, not {ranks}")
+        raise ValueError(f"the figure has room for 2 to {len(_RANKS)} ranks, not {ranks}")
     fig, axes = new_figure(10.5, 5.9, nrows=2)
     wide = config.intermediate_size / config.hidden_size
     # name, shape, width, height, its cut when tensor parallel and when data parallel, the way to the next
@@ -86,7 +89,7 @@ def schedule(
     title: str,
     subtitle: str,
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Images over ranks as a Gantt chart, one panel a balance: a bar is an image, hatched is a rank that waits.
+    """Images over ranks as a Gantt chart, one panel for each balance: a bar is an image, hatched is a rank that waits.
 
     Args:
         panels: name of a balance -> for each rank its images (patches, time), in order.
@@ -194,7 +197,7 @@ def _over_best(ms: Mapping[str, float]) -> float:
 
 
 def _chosen(case: Mapping[str, Row]) -> str:
-    """The mode whose number of collectives auto has."""
+    """The mode that auto chose: both have the same number of collectives."""
     count = case["auto"]["collective_count"]
     return next(mode for mode in ("data", "tensor") if case[mode]["collective_count"] == count)
 

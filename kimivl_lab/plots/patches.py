@@ -1,4 +1,7 @@
-"""Photographs with the patch grid, the merge windows and the padding drawn over them."""
+"""Photographs with the patch grid, the merge windows and the padding drawn over them.
+
+Test: tests/test_plots.py.
+"""
 
 from collections.abc import Sequence
 
@@ -17,15 +20,15 @@ from .style import COLORS, COUNTED, GREY, LIGHT, leave_header, set_titles
 Picture = tuple[Image.Image, ImageGeometry]
 
 _WIDTH = 10.0
-_LEAST_ASPECT = 0.72  # room for the words over a narrow picture
+_LEAST_ASPECT = 0.72  # room for the words over a narrow image
 
 
 def patch_grid(picture: Picture, *, zoom_windows: int = 3, subtitle: str = COUNTED) -> tuple[Figure, list[Axes]]:
-    """The whole picture with its grid, and its bottom right corner enlarged, patches numbered.
+    """The whole image with its grid, and its bottom right corner enlarged, patches numbered.
 
     Args:
-        picture: the picture as opened, and its geometry.
-        zoom_windows: merge windows along each side of the enlarged corner, fewer where the picture has fewer.
+        picture: the image as opened, and its geometry.
+        zoom_windows: merge windows along each side of the enlarged corner, fewer where the image has fewer.
     """
     geometry = picture[1]
     fig, (whole, corner) = plt.subplots(1, 2, figsize=(_WIDTH, 4.7), layout="constrained", width_ratios=(1.42, 1))
@@ -43,7 +46,7 @@ def patch_grid(picture: Picture, *, zoom_windows: int = 3, subtitle: str = COUNT
 
 
 def patch_gallery(rows: Sequence[dict[str, Picture]], *, subtitle: str = COUNTED) -> tuple[Figure, dict[str, Axes]]:
-    """Rows of pictures of very different shapes, each with its grid and its counts; not to one scale."""
+    """Rows of images of very different shapes, each with its grid and its counts; not to one scale."""
     shapes = [[max(_aspect(geometry), _LEAST_ASPECT) for _, geometry in row.values()] for row in rows]
     captions = [{name: _caption(name, geometry) for name, (_, geometry) in row.items()} for row in rows]
     lines = [max(caption.count("\n") + 1 for caption in row.values()) for row in captions]
@@ -59,12 +62,12 @@ def patch_gallery(rows: Sequence[dict[str, Picture]], *, subtitle: str = COUNTED
             draw_patches(ax, picture)
             ax.set(title=captions[index][name], anchor="NW")
             ax.set_axis_off()
-    set_titles(fig, "Native resolution: every picture keeps its own grid", subtitle)
+    set_titles(fig, "Native resolution: every image keeps its own grid", subtitle)
     return fig, axes
 
 
 def draw_patches(ax: Axes, picture: Picture, *, line_width: float | None = None) -> None:
-    """The picture as the encoder receives it: resized, padded right and below; thin lines part patches, thick lines
+    """The image as the encoder receives it: resized, padded right and below; thin lines part patches, thick lines
     the 2 x 2 windows that become one token; padding is hatched.
 
     Args:

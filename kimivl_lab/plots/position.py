@@ -1,4 +1,7 @@
-"""The learned position table and its resampling: what it has learned, the kernel, and four ways to get it wrong."""
+"""The learned position table and its resampling: what it has learned, the kernel, and four ways to get it wrong.
+
+Test: tests/test_plots.py.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +26,7 @@ _LINES = ((COLORS["navy"], "-"), (COLORS["orange"], (0, (5, 2))), (COLORS["sky"]
 
 
 def similarity_maps(rows: Mapping[str, Sequence[tuple[Cell, np.ndarray]]], title: str) -> tuple[Figure, np.ndarray]:
-    """How like each position's embedding is to the embedding of one chosen position; one map a choice.
+    """How similar each position's embedding is to that of one chosen position; one map for each choice.
 
     Args:
         rows: words -> [((row, column) of the chosen position, (h, w) cosine similarities)], as many in each row.
@@ -103,7 +106,7 @@ def kernel_and_centres(
 
 
 def fault_maps(errors: Mapping[str, np.ndarray], title: str, *, floor: float = 1e-3) -> tuple[Figure, Sequence[Axes]]:
-    """Where a wrong resampling is wrong: relative error of each patch's embedding, one map a fault.
+    """Where a faulty resampling is wrong: relative error of each patch's embedding, one map for each fault.
 
     Args:
         errors: words -> (h, w) error of each patch, relative to the norm of the right embedding.
@@ -130,7 +133,7 @@ def fault_maps(errors: Mapping[str, np.ndarray], title: str, *, floor: float = 1
 def error_by_side(
     sides: Sequence[int], errors: Mapping[str, Sequence[float]], title: str, note: str
 ) -> tuple[Figure, Axes]:
-    """Relative error of whole operators against the side of the grid; one dot a side; 0 is not drawn.
+    """Relative error of whole operators against the side of the grid; one dot for each side; 0 is not drawn.
 
     Args:
         sides: of square grids, ascending.

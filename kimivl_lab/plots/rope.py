@@ -1,4 +1,7 @@
-"""RoPE-2D: its angles over the grid, its wavelengths, swapped axes, translated scores, and what rounding does."""
+"""RoPE-2D: its angles over the grid, its wavelengths, swapped axes, translated scores, and what rounding does.
+
+Test: tests/test_plots.py.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +15,7 @@ from .style import COLORS, COUNTED, GREY, INK, LIGHT, new_figure, set_titles
 
 
 def phase_maps(slots: Mapping[str, Sequence[tuple[str, np.ndarray]]], title: str) -> tuple[Figure, np.ndarray]:
-    """cos of a slot's angle over the grid; one map a slot.
+    """cos of a slot's angle over the grid; one map for each slot.
 
     Args:
         slots: words of a row of maps -> [(words, (h, w) values)], as many in each row.
@@ -77,7 +80,7 @@ def wavelengths(lengths: Sequence[float], sides: Mapping[str, int], half_turn: i
 
 
 def swapped_axes(rows: Mapping[str, Sequence[tuple[str, np.ndarray]]], title: str) -> tuple[Figure, np.ndarray]:
-    """One slot's values on small grids, written into the cells: right, swapped, and right for the transposed picture.
+    """One slot's values on small grids, written into the cells: right, swapped, and right for the transposed image.
 
     Args:
         rows: words of a row -> [(words, (h, w) values)], as many in each row; rows may have different grids.

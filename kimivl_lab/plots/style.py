@@ -1,4 +1,7 @@
-"""One look for every figure: colours, type sizes, titles, and the line that says where the numbers come from."""
+"""One look for every figure: colours, type sizes, titles, and the line that says where the numbers come from.
+
+Test: tests/test_plots.py.
+"""
 
 import datetime
 from typing import Any

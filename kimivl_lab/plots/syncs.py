@@ -1,4 +1,7 @@
-"""Host syncs: host and device on one clock, counts by depth, a pinned buffer rewritten too early, prices of waits."""
+"""Host syncs: host and device on one clock, counts by depth, a pinned buffer rewritten too early, prices of waits.
+
+Test: tests/test_plots.py.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +51,7 @@ class Timeline:
 
 
 def timelines(panels: Mapping[str, Timeline], *, axis: str, title: str, subtitle: str) -> tuple[Figure, Sequence[Axes]]:
-    """Host above device, one panel a program, all on one scale: launches, waits, kernels, and the device's idle time.
+    """Host above device, one panel for each program on one scale: launches, waits, kernels, the device's idle time.
 
     Args:
         panels: words -> its spans.
@@ -82,7 +85,7 @@ def timelines(panels: Mapping[str, Timeline], *, axis: str, title: str, subtitle
 def waits_by_depth(
     depths: Sequence[int], counts: Mapping[str, Mapping[int, Sequence[int]]], *, title: str
 ) -> tuple[Figure, Axes]:
-    """Waits of one forward against the layers of the tower; rings of several sizes are several numbers of images.
+    """Waits of one forward against the layers of the tower; the size of a ring is the number of images.
 
     Args:
         depths: layers, ascending.
@@ -203,7 +206,7 @@ def price_of_waits(
 def published_savings(
     rows: Mapping[str, tuple[float, float, float]], *, title: str, subtitle: str
 ) -> tuple[Figure, Axes]:
-    """What removed waits saved as published, over what their number predicts.
+    """Time that removed waits saved, as published, over the time that their number predicts.
 
     Args:
         rows: words -> (least predicted, most predicted, published), in ms.

@@ -1,4 +1,7 @@
-"""What real pictures cost: token counts of workloads, the limit that is no hard cap, the price of padding."""
+"""What real images cost: token counts of workloads, the limit and what passes it, the price of padding.
+
+Test: tests/test_plots.py.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,10 +22,10 @@ _SHADES = LinearSegmentedColormap.from_list(
 
 
 def token_distribution(tokens: Mapping[str, Sequence[int]], limit: int, title: str) -> tuple[Figure, Axes]:
-    """One row a workload: how its pictures spread over token counts, the median, and the share above the limit.
+    """One line for each workload: how its images spread over token counts, the median, and the share above the limit.
 
     Args:
-        tokens: workload -> language tokens of each picture.
+        tokens: workload -> language tokens of each image.
         limit: in tokens, drawn as an upright line.
     """
     order = sorted(tokens, key=lambda name: np.median(tokens[name]))
@@ -40,8 +43,8 @@ def token_distribution(tokens: Mapping[str, Sequence[int]], limit: int, title: s
     ax.axvline(limit, color=INK, ls=(0, (4, 3)), lw=1.4)
     ax.annotate(f"limit {limit:,}", (limit, 1), (-4, 3), ("data", "axes fraction"), "offset points", ha="right")
     ax.set_xscale("log", base=2)
-    ax.set(xlim=(0.9, 2048), ylim=(-0.06, len(order)), xlabel="language tokens of one picture")
-    ax.set(yticks=np.arange(len(order)) + 0.3, yticklabels=order, ylabel="pictures per bin, of the row's highest")
+    ax.set(xlim=(0.9, 2048), ylim=(-0.06, len(order)), xlabel="language tokens of one image")
+    ax.set(yticks=np.arange(len(order)) + 0.3, yticklabels=order, ylabel="images per bin, of the line's highest")
     ax.xaxis.set_major_formatter(_THOUSANDS)
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="y", visible=False)
@@ -65,7 +68,7 @@ def limit_map(
         patches: (heights, widths) patches after padding; 0 where the processor refuses the size.
         limit: `in_token_limit`, in patches.
         bound: the most patches any size can have.
-        points: (width, height, patches) above the limit, to mark in both pictures.
+        points: (width, height, patches) above the limit, to mark in both panels.
     """
     fig, (area, shape) = new_figure(10.5, 5.0, ncols=2, width_ratios=(1.28, 1))
     counts = np.ma.masked_equal(patches, 0)
@@ -113,12 +116,12 @@ def padding_cost(
     worst: Sequence[tuple[int, float]],
     title: str,
 ) -> tuple[Figure, Sequence[Axes]]:
-    """What padding costs a workload, and one picture by its size.
+    """What padding costs a workload, and one image by its size.
 
     Args:
         blank: workload -> share of its pixels in patches that are nothing but padding.
-        partly: workload -> share of its pixels that pad a patch which also shows picture.
-        pictures: (language tokens, share of padding) of single pictures.
+        partly: workload -> share of its pixels that pad a patch that also shows the image.
+        pictures: (language tokens, share of padding) of single images.
         worst: the same of the worst square of each size, drawn as a line.
     """
     order = sorted(blank, key=lambda name: blank[name] + partly[name])
@@ -138,11 +141,11 @@ def padding_cost(
     left.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=2, columnspacing=1.2, handlelength=1.6)
 
     right.scatter(
-        *zip(*pictures, strict=True), s=9, color=COLORS["blue"], alpha=0.35, linewidths=0, label="one picture size"
+        *zip(*pictures, strict=True), s=9, color=COLORS["blue"], alpha=0.35, linewidths=0, label="one image size"
     )
     right.plot(*zip(*worst, strict=True), color=COLORS["orange"], label="a square at its worst")
     right.set_xscale("log", base=2)
-    right.set(xlabel="language tokens of one picture", ylabel="padding's share of its pixels", ylim=(0, 1))
+    right.set(xlabel="language tokens of one image", ylabel="padding's share of its pixels", ylim=(0, 1))
     right.xaxis.set_major_formatter(_THOUSANDS)
     right.xaxis.set_minor_locator(NullLocator())
     right.yaxis.set_major_formatter(PercentFormatter(1))

@@ -1,4 +1,7 @@
-"""What an executed notebook says about itself: its title, its question, its headline picture and its result."""
+"""The parts of an executed notebook that the index shows: title, question, headline figure and result.
+
+Test: tests/test_report.py.
+"""
 
 import html
 import re

@@ -1,4 +1,7 @@
-"""TeX formulas of markdown cells as MathML, so that a page shows them without a connection."""
+"""TeX formulas of markdown cells as MathML, so that a page shows them without a connection.
+
+Test: tests/test_report.py.
+"""
 
 import re
 

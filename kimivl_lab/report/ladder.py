@@ -3,6 +3,8 @@
     python -m kimivl_lab.report.ladder data/figures/front.png
 
 draws the newest one of data/measurements; the picture says in its metadata which record it shows.
+
+Test: tests/test_report.py.
 """
 
 import base64

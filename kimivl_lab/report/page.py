@@ -1,4 +1,7 @@
-"""The pages: an index with a card for each notebook, and each executed notebook. One file each, nothing to fetch."""
+"""The pages: an index with a card for each notebook, and each executed notebook. One file each, nothing to fetch.
+
+Test: tests/test_report.py.
+"""
 
 import copy
 import os
@@ -32,7 +35,7 @@ _PICTURE_WITH_WORDS = """{%- extends 'basic/index.html.j2' -%}
 
 @dataclass(frozen=True)
 class Card:
-    """One notebook in the index. `cached`: not executed in this run, for nothing that it depends on has changed."""
+    """One notebook in the index. `cached`: not executed in this run, because nothing that it depends on has changed."""
 
     name: str
     contents: Contents
