@@ -126,6 +126,16 @@ def test_a_distributed_checkpoint_in_the_folder_is_refused(published):
         KimiVLEncoder.from_pretrained(folder)
 
 
+def test_an_adapter_in_the_folder_is_refused_not_followed_to_another_base(published):
+    folder, encoder, _ = published
+    other = folder / "other"
+    tiny_encoder(seed=5).save_pretrained(other)
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(other), "target_modules": ["wqkv"], "r": 4}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"adapter_config\.json.*peft"):
+        KimiVLEncoder.from_pretrained(folder)
+
+
 def test_pickled_weights_are_never_loaded(published):
     folder, _, tensors = published
     for name in (FIRST, SECOND, INDEX):

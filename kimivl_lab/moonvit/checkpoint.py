@@ -31,6 +31,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 _OTHER_SOURCES = ("state_dict", "gguf_file", "variant")
+_ADAPTER = "adapter_config.json"
 _LISTED = 8
 
 
@@ -73,6 +74,8 @@ class StrictPreTrainedModel(PreTrainedModel):
             ValueError: missing, unused, doubled or misshapen tensors; tensors outside the file that the index names; a
                 file that is damaged or not there. The message names tensors and files.
         """
+        if pretrained_model_name_or_path is None:
+            raise ValueError("from_pretrained takes a folder or the name of a repository, got None")
         where = str(pretrained_model_name_or_path)
         for name in _OTHER_SOURCES:
             if kwargs.get(name) is not None:
@@ -153,6 +156,8 @@ def checkpoint_files(where: str, **hub: Any) -> dict[Path, list[str] | None]:
     if distributed := sorted(folder.glob("shard-*-model-*.safetensors")):  # transformers would load these instead
         raise ValueError(f"{folder} holds a distributed checkpoint ({distributed[0].name}): only {SINGLE_FILE} loads")
     optional = {"_raise_exceptions_for_missing_entries": False, **hub}
+    if cached_file(where, _ADAPTER, **optional):  # transformers would load the adapter's own base model instead
+        raise ValueError(f"{where} holds an adapter ({_ADAPTER}): load the base model, then the adapter with peft")
     if single := cached_file(where, SINGLE_FILE, **optional):
         return {Path(single): None}
     index = cached_file(where, INDEX, **optional)

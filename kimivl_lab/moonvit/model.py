@@ -6,9 +6,9 @@ published checkpoint's, less their `vision_tower.` prefix.
 Test: tests/test_tower.py, tests/test_parity.py, tests/test_faults_weights.py. Record: ladder__*.csv, encoder__*.csv.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -71,6 +71,15 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
             release_packed(self.encoder)
         if self.options.position != "cached":
             self.patch_embed.pos_emb.cache.clear()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `.to()` and its kin call: frees what was cached of weights that have another device or dtype now."""
+        before = self.device, self.dtype
+        super()._apply(fn, recurse)
+        if before != (self.device, self.dtype):
+            release_packed(self.encoder)
+            self.patch_embed.pos_emb.cache.clear()
+        return self
 
     def resolve_options(self) -> ResolvedOptions:
         """`options` as functions for the tower's device and dtype and the current grad mode; resolved once for each."""

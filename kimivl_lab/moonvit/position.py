@@ -1,21 +1,21 @@
 """Learned position table, resampled to each image's grid by bicubic interpolation.
 
 E(h, w) = bicubic(P, size=(h, w)), P the learned (64, 64, D) table, with the kernel constant -0.75, half-pixel centres
-(align_corners false) and no antialias, row-major; a grid of the table's own size takes the table unchanged. Every
+(align_corners false) and no antialias, row-major. A grid of the table's own size takes the table unchanged. Every
 implementation computes in float32 and casts once:
 
     "interpolate"  torch's bicubic: the reference
     "gather"       16 weighted rows of the table for each patch
-    "separable"    E = A_h P B_w^T. A_h (h, 64) and B_w (w, 64) hold 4 numbers a row, so one axis is resampled with 4
-                   taps, then the other with 4. The order that makes fewer rows comes first.
-    "adaptive"     "gather" or "separable", whichever moves fewer rows: small grids are gathered
+    "separable"    E = A_h P B_w^T. A_h (h, 64) and B_w (w, 64) hold 4 numbers a row: one axis is resampled with 4 taps,
+                   then the other. The order that makes fewer rows comes first.
+    "adaptive"     "gather" or "separable", the one that moves fewer rows: small grids are gathered
     "cached"       "adaptive" behind a `PositionCache`
 
-An operator yields blocks of a few MiB, which stay in the processor's caches between its passes and the one cast that
-puts each into its place. Tensors are cut by `narrow` and `unsqueeze`, never by
-indexing, so that all of it also runs on fake GPU tensors where there is no CUDA.
+An operator yields blocks of a few MiB, which stay in the processor's caches until the one cast that puts each into its
+place. Tensors are cut by `narrow` and `unsqueeze`, never by indexing: indexing fails on fake GPU tensors without CUDA.
 
 Source: Learnable2DInterpPosEmb of the published MoonViT; R. Keys, Cubic convolution interpolation, 1981.
+Test: tests/test_position.py, tests/test_position_cache.py. Record: position__*.csv, position_cache__*.csv.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,8 +44,9 @@ PositionOperator = Callable[[Tensor, GridLike, AxisTapsOf], Iterator[Tensor]]
 class Learnable2DInterpPosEmb(nn.Module):
     """The table; `weight` (height, width, dim) is the checkpoint's `patch_embed.pos_emb.weight`.
 
-    `cache` is what "cached" fills; replace it to change the policy. `axes` holds the taps of single axes, which depend
-    on no weight.
+    "cached" fills `cache`; assign another `PositionCache` to change the policy. `axes` holds the taps of single axes,
+    which depend on no weight. A call gives the embeddings of the grids, not patches plus embeddings as the published
+    module does, because metadata is made before the patches are there.
     """
 
     def __init__(self, height: int, width: int, dim: int) -> None:

@@ -1,13 +1,15 @@
 """A bounded, thread-safe cache of tensors that depend on a grid, and the policies worth comparing.
 
-Keys are host integers with a dtype and a device, never an address. What the entries were made from is watched: any
-change of the weights empties the cache. Entries are read-only by contract: callers copy what they hand on.
+Keys are host integers with a dtype and a device, never an address. The cache watches the weight that its entries were
+made from: a change of the weight empties it. Entries are read-only by contract: callers copy what they return.
 
-    PositionCache()                                     least recently used first out, bounded in bytes: the default
-    PositionCache(max_bytes=None, max_entries=256)      least recently used first out, bounded in entries
-    PositionCache(max_bytes=None, max_entries=256, policy="fifo")      as SGLang (0.5.23) keeps it: first in first out
+    PositionCache()                                     bounded in bytes, least recently used first out: the default
+    PositionCache(max_bytes=None, max_entries=256)      bounded in entries, least recently used first out
+    PositionCache(max_bytes=None, max_entries=256, policy="fifo")      first in, first out: as SGLang (0.5.23) does
 
-An entry count bounds nothing: 256 grids of 16384 patches at 2304 B a patch are 9 GiB.
+A number of entries bounds no memory: 256 grids of 16384 patches at 2304 B a patch are 9 GiB.
+
+Test: tests/test_position_cache.py. Record: position_cache__*.csv.
 """
 
 import threading
@@ -71,7 +73,7 @@ class PositionCache:
         self._watched: WeightState | None = None
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The entry of `key`, made by `make()` when it is not there. Read-only: copy before handing it on."""
+        """The entry of `key`, made by `make()` if it is missing. Read-only: copy it before you return it."""
         with self._lock:
             found = self._entries.get(key)
             if found is not None:
@@ -88,9 +90,9 @@ class PositionCache:
         return value
 
     def watch(self, weight: Tensor) -> None:
-        """Empties the cache if `weight` is not what it was at the last call; see `WeightState` for what that sees.
+        """Empties the cache if `weight` changed since the last call. Call it before `get`.
 
-        After an update through `.data` on a GPU, call `clear`.
+        On a CPU every change is seen; on a GPU those that torch counts, see `kimivl_lab.kernels.weight_state`.
         """
         with self._lock:
             if self._watched is None or not self._watched.still_holds(weight):
@@ -100,8 +102,9 @@ class PositionCache:
                 self._empty()
 
     def clear(self) -> None:
-        """Drops every entry; counters stay."""
+        """Drops every entry and what is known of the weight; counters stay."""
         with self._lock:
+            self._watched = None
             self._empty()
 
     def __len__(self) -> int:
