@@ -13,10 +13,10 @@ EXECUTE := --to notebook --execute --inplace --ExecutePreprocessor.record_timing
   --ExecutePreprocessor.kernel_manager_class=kimivl_lab.report.kernel.OwnKernelManager
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv run test lint lab bench notebooks clean $(BENCHES:%=bench-%) $(NOTEBOOKS)
+.PHONY: help .venv run test test-long lint lab bench notebooks clean $(BENCHES:%=bench-%) $(NOTEBOOKS)
 
 help: ## this list
-	@awk -F ':.*## ' '/^[.a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[-.a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 .venv: $(INSTALLED) ## create the environment (PYTHON=python3.12 picks another interpreter)
 
@@ -37,6 +37,9 @@ build/.ladder: $(shell find kimivl_lab -name '*.py') | $(INSTALLED)
 # Two workers with one thread each: the suite is sized for two cores.
 test: lint ## lint, the tests, and every notebook against its saved outputs
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests notebooks -n 2 --dist loadfile --durations=15 $(NBVAL)
+
+test-long: .venv ## fuzz tests with many more cases than in make test, under 10 minutes on two cores
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fuzz_*.py --long -n 2 -p no:randomly
 
 lint: .venv ## ruff check, ruff format --check, ty check
 	$(PY) -m ruff check

@@ -11,6 +11,16 @@ os.environ.pop("MPLBACKEND", None)  # kernels inherit it, and anything but their
 NOT_TESTED = {"needs a CUDA device": "CUDA", "AMX": "AMX"}  # what a reason for skipping says -> what was not tested
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="many more cases of the fuzz tests")
+
+
+@pytest.fixture
+def is_long(request: pytest.FixtureRequest) -> bool:
+    """Whether the fuzz tests run all their cases."""
+    return request.config.getoption("--long")
+
+
 def pytest_collectstart(collector: Any) -> None:
     """nbval compares neither pictures nor markup: adds to a notebook's list, which holds image/png and image/jpeg."""
     if hasattr(collector, "skip_compare"):

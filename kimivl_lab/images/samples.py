@@ -25,7 +25,7 @@ _SCALED_TO_16_BITS = ("PNG", "PPM")  # formats that Pillow opens as mode I with 
 _OTHER_BYTE = {";16B": ";16L", ";16L": ";16B", ";16N": ";16B" if sys.byteorder == "little" else ";16L"}
 
 # Tags of TIFF, by number
-_BITS_PER_SAMPLE, _PHOTOMETRIC, _PLANAR, _SAMPLE_FORMAT, _BLACK_WHITE = 258, 262, 284, 339, 532
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLES, _PLANAR, _SAMPLE_FORMAT, _BLACK_WHITE = 258, 262, 277, 284, 339, 532
 _STATED_RANGE = {280: "MinSampleValue", 281: "MaxSampleValue", 340: "SMinSampleValue", 341: "SMaxSampleValue"}
 _UNSIGNED, _FLOAT = 1, 3  # SampleFormat
 
@@ -113,7 +113,7 @@ def _require_plain_jpeg2000(content: bytes) -> None:
 
 
 def _require_plain_tiff(image: Any) -> None:
-    tags, bits = image.tag_v2, _numbers(image.tag_v2.get(_BITS_PER_SAMPLE, 1))
+    tags, bits = image.tag_v2, _bits_per_sample(image.tag_v2)
     signs = set(_numbers(tags.get(_SAMPLE_FORMAT, _UNSIGNED)))
     if not signs <= ({_FLOAT} if image.mode == "F" else {_UNSIGNED}):
         raise ValueError(f"TIFF with SampleFormat {sorted(signs)}: only unsigned samples and floats are supported")
@@ -127,8 +127,12 @@ def _require_plain_tiff(image: Any) -> None:
         black, white = set(_numbers(tags[_BLACK_WHITE])[::2]), set(_numbers(tags[_BLACK_WHITE])[1::2])
         if not (black <= {0, (largest + 1) // 2} and white == {largest}):
             raise ValueError(f"TIFF with ReferenceBlackWhite {tags[_BLACK_WHITE]}: only the full range is supported")
-    if 16 in bits and len(bits) > 1 and tags.get(_PLANAR, 1) != 1:
+    if 16 in bits and tags.get(_SAMPLES, 1) > 1 and tags.get(_PLANAR, 1) != 1:
         raise ValueError("TIFF with 16-bit colour in separate planes: only interleaved samples are supported")
+
+
+def _bits_per_sample(tags: Any) -> set[float]:
+    return set(_numbers(tags.get(_BITS_PER_SAMPLE, 1))[: tags.get(_SAMPLES, 1)])  # more are ignored, as Pillow does
 
 
 def _numbers(tag: Any) -> tuple[float, ...]:
@@ -183,7 +187,7 @@ def _deep_grey_to_8_bit(image: Any) -> Image.Image:
     values, largest, white_is_zero = np.asarray(image), 65535, False
     if image.format == "TIFF" and hasattr(image, "tag_v2"):
         white_is_zero = image.tag_v2.get(_PHOTOMETRIC) == 0
-        if _numbers(image.tag_v2.get(_BITS_PER_SAMPLE, 1)) == (12,):
+        if _bits_per_sample(image.tag_v2) == {12}:
             largest = 4095
     if image.mode == "I":
         if image.format not in _SCALED_TO_16_BITS:
