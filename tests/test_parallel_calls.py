@@ -205,6 +205,23 @@ def test_a_name_tells_batches_apart_whose_pixels_are_not_compared(results, ranks
 
 
 @on_ranks
+def graphs_apart(group):
+    """Outcomes of replays, of other pixels on the last rank and then of the same; the graphs hold no collective."""
+    runner = EncoderCudaGraphRunner(tiny_tower(), budgets=[16], max_images=3, backend="trace")
+    runner.capture()
+    runner.tensor_parallel_group = group
+    strays = group.rank() == group.size() - 1
+    return [outcome(lambda: runner(pixels_for(GRIDS, seed), GRIDS)) for seed in (int(strays), 2)]  # noqa: B023
+
+
+@pytest.mark.parametrize("ranks", MODES)
+def test_replays_of_a_tensor_parallel_tower_are_compared(results, ranks):
+    for apart, together in results(ranks, graphs_apart):
+        assert apart[:2] == ("RankError", [ranks - 1])
+        assert together[0] == "features"
+
+
+@on_ranks
 def modes_apart(group):
     mode = "auto" if group.rank() == 1 else "data"
     return outcome(lambda: tiny_encoder().set_encoder_parallel(mode, group))

@@ -25,6 +25,7 @@ from ..checks import as_positive
 from ..config import MoonViTConfig
 from ..geometry import GridLike, as_grid_list
 from ..moonvit.model import MoonVitPretrainedModel
+from ..parallel.calls import describe_images, same_call
 from .cuda import CapturedGraph, CudaBackend
 from .guards import position_caches_untouched
 from .inputs import EncoderItemSpec, StaticInputs, SupportsEncoderCudaGraph, TowerGraphs
@@ -179,10 +180,14 @@ class EncoderCudaGraphRunner:
 
         Raises:
             ValueError: grids and pixels that the model refuses.
+            RankError: a rank of `tensor_parallel_group` is at another call.
             StaleGraphError: a weight, layer or hook was replaced, moved, added or removed after the capture.
         """
         self.capture().weights.check()
         batch = {"pixel_values": pixel_values, "image_grid_hws": as_grid_list(image_grid_hws)}
+        if self.tensor_parallel_group is not None:  # a replay runs the tower's collectives, but not its comparison
+            with same_call(self.tensor_parallel_group) as call:
+                call.about = describe_images("graphs", batch["image_grid_hws"], self.dtype, pixel_values)
         specs = self.model.get_encoder_cudagraph_item_specs(batch)
         self.tower.check_pixels(pixel_values, sum(spec.input_size for spec in specs))
         if not specs:

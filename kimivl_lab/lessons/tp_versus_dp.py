@@ -1,6 +1,8 @@
-"""What notebook 50 runs on several ranks; `run_ranks` calls a function of these on every rank, with the same arguments.
+"""What notebook 50 runs on several ranks: `run_ranks` calls one of these functions on every rank.
 
-It is here because another process can import a module, but not a notebook's cell.
+The functions stand in a module because another process can import a module, but not a cell of a notebook.
+
+Test: tests/test_parallel_lessons.py.
 """
 
 import copy

@@ -1,8 +1,10 @@
-"""Which rank encodes which image: by patch count, as the engines do, and by cost, which knows attention is quadratic.
+"""Which rank encodes which image: by patches, as the engines do, or by cost, which counts attention as quadratic.
 
-Both are plain functions of host integers, so every rank computes the same assignment and none has to be told. Images
-are placed largest first, each on the rank with the least load so far. By patch count one image of 16384 patches
-balances four of 4096, yet its attention is four times theirs: the first rank is late and the others wait for it.
+Both are plain functions of host integers, so every rank computes the same assignment without a message. Images are
+placed largest first, each on the rank with the least load so far. By patches, one image of 16,384 balances four of
+4,096. But its attention costs four times as much as theirs, so the other ranks wait for its rank.
+
+Test: tests/test_balance.py. Record: parallel__*.csv.
 """
 
 from bisect import bisect, insort

@@ -1,20 +1,20 @@
-"""One call on all ranks: found out before its first collective, and blamed on the right rank when it fails.
+"""The same call on all ranks: compared before its first collective, and a failure names the rank behind it.
 
-A collective pairs the n-th call of one rank with the n-th of another, whatever they are about. So a rank that skipped a
-batch, or holds another one, would mix its numbers with those of its peers: wrong features, or an abort where the sizes
-differ. `same_call` compares what the ranks are about to share, once a call:
+A collective pairs the n-th call of one rank with the n-th call of another, whatever batch each of them holds. A rank
+that skipped a batch would mix its numbers with those of other images: wrong features, or an abort where sizes differ.
+`same_call` compares a short text of each rank, once a call:
 
     rank 0    call 7: data, 2 images 4x6 2x2, torch.float32, sample 1f3a9b22
     rank 1    call 7: data, 2 images 4x6 2x2, torch.float32, sample 80c41d07     RankError on both, naming rank 1
 
-The comparison goes through the store that connected the ranks: small texts over TCP between hosts. A collective of the
-group would put a wait for the device into every call on NCCL, and a second group of gloo would be one more thing that
-every rank has to create. A rank writes its text without waiting and reads those of its peers in one request; each rank
-reads all, since a rank that is right must learn of one that is wrong.
+The texts go through the store that connected the ranks, over TCP and in host memory. With a collective of the group,
+every call on NCCL would wait for the device; a second group over gloo would have to be created on all ranks. A rank
+writes its text without waiting, then reads the texts of all peers in one request: a rank that is right must learn of
+one that is wrong. The store sends ranks^2 short texts a call, which suits the 2 to 16 ranks of one encoder.
 
-`sample` is a checksum of some numbers of the pixels. Batches of equal grids differ in nothing else. It needs pixels on
-the host: pixels on a device cannot be read without a wait, and `load_pixels` reads other images on every rank. There
-the number and the grids are compared, and a `batch_id` if the caller has one.
+`sample` is a checksum of some numbers of the pixels: batches of equal grids differ in nothing else. It is taken of
+pixels on the host only. Reading pixels of a device would wait for it, and with `load_pixels` each rank reads other
+images. In these two cases the number, the grids and the caller's `batch_id` are compared.
 
 Test: tests/test_parallel_calls.py. Record: parallel__*.csv (phase "same_call").
 """

@@ -1,4 +1,9 @@
-"""The three collectives of the encoder, each over an explicit group, watched and, on demand, counted."""
+"""The three collectives of the encoder, each over an explicit group.
+
+A lost rank becomes a `RankError` that names it, and `record_collectives` counts and times what runs.
+
+Test: tests/test_parallel_failures.py, tests/test_parallel_lessons.py.
+"""
 
 import time
 from collections.abc import Generator

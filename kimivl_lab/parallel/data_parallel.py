@@ -1,9 +1,14 @@
 """Data parallel: every rank holds the whole tower and encodes some of the images; one collective at the end.
 
-From the same host integers every rank computes the same plan: who encodes what, and where each feature lands. A rank
-takes its own images' pixels on the host, before any copy to its device, or reads them itself. Features come back by one
-all-gather, padded to the longest rank (gloo refuses uneven ones, and an index on the host leaves the padding out), or,
-when there is one image in all, by a broadcast from its owner.
+Every rank computes the same plan from the same host integers: which rank encodes which image, and where each feature
+lands. A rank takes its own images' pixels on the host, before any copy to its device, or loads them itself. One
+all-gather returns the features. It is padded to the longest rank, since gloo refuses uneven parts, and an index made on
+the host leaves the padding out. A single image is broadcast by its owner instead.
+
+Example: images of 4, 1 and 2 tokens, of which rank 0 has the first and rank 1 the others. Each rank contributes 4
+tokens, rank 1 one of padding, and the index is [0, 1, 2, 3, 4, 5, 6].
+
+Test: tests/test_parallel_ranks.py, tests/test_parallel_calls.py. Record: parallel__*.csv (variant "data").
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +33,7 @@ LoadPixels = Callable[[list[int]], Tensor]
 
 
 class VisionTower(Protocol):
-    """What data parallel asks of a tower: a call and where its results live. A graph runner will do."""
+    """What data parallel needs of a tower: a call, and the device and dtype of its results. A graph runner has them."""
 
     @property
     def config(self) -> MoonViTConfig: ...
@@ -46,7 +51,7 @@ class VisionTower(Protocol):
 
 @dataclass(frozen=True)
 class DataParallelPlan:
-    """Who encodes what and where it lands; host integers only, so every rank makes the same.
+    """Which rank encodes which image, and where its features land. Host integers only, so every rank makes the same.
 
     Attributes:
         by_rank: the images of each rank, in the order in which it encodes them.
@@ -60,7 +65,7 @@ class DataParallelPlan:
     def make(
         cls, grid_hws: Sequence[Grid], merge_kernel_size: tuple[int, int], ranks: int, balance: Balance
     ) -> "DataParallelPlan":
-        """`balance` places the images by their patches; one rank keeps their order. ValueError if it loses one."""
+        """`balance` places the images by their patches; one rank keeps their order. ValueError if an image is lost."""
         tokens = token_counts(grid_hws, merge_kernel_size)
         every = list(range(len(tokens)))
         by_rank = balance(patch_counts(grid_hws), ranks).by_rank if ranks > 1 else [every]
@@ -100,13 +105,14 @@ def run_dp_sharded_vision_model(
 
     Args:
         tower: whole, with the same weights on every rank. A rank without images does not call it.
-        pixel_values: (L, 3, 14, 14) of all images, best on the host: a rank copies only its own to its device. Or None:
+        pixel_values: (L, 3, 14, 14) of all images, best on the host: a rank copies only its own to its device. Or None
+            with `load_pixels`.
         load_pixels: called with the indices of this rank's images, returns their patches one image after another.
         grid_hws: (n, 2) host integers (h, w) in patches; n may be 0, or less than the ranks.
         balance: "cost" (by FLOPs), "patches" (as the engines), or a function of patches and ranks that, like these,
             gives the same on every rank.
-        batch_id: a short name of the batch, such as the requests' numbers, that ranks compare with the grids. Worth
-            giving with `load_pixels` or pixels on a device, of which no sample is compared.
+        batch_id: a short name of the batch, such as its requests' numbers. Ranks compare it with the grids. Give it
+            with `load_pixels` or pixels on a device, where the pixels themselves cannot be compared.
 
     Returns:
         (T, 4, D) packed features in the order of the images, on the tower's device in its dtype, at every world size;

@@ -7,8 +7,11 @@ A column-parallel layer, anything that works number by number, then a row-parall
 nn.Linear keeps W^T, so a column-parallel rank holds rows of `weight` and a row-parallel rank columns. wqkv is cut by
 heads in each of its three parts: of 4 heads of 2, rank 0 of 2 holds rows 0-3 (q), 8-11 (k) and 16-19 (v).
 
-A rank holds a contiguous copy of its part, and the full weight may go; or it views a full weight that stays, so that
-one copy of the weights serves whole and cut. For inference: no gradient passes a row-parallel layer.
+A rank either holds a contiguous copy of its part, and the full weight can be freed, or it views a full weight that
+stays, so that one copy of the weights serves the whole and the cut tower. For inference only: a row-parallel layer
+passes no gradient.
+
+Test: tests/test_parallel_ranks.py.
 """
 
 from collections.abc import Callable
@@ -31,7 +34,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class LinearView(nn.Module):
-    """The part of `full` that `cut` views. Nothing is copied, and what happens to `full` is seen at once."""
+    """The part of `full` that `cut` views. Nothing is copied, and a change of `full` is seen at once."""
 
     def __init__(self, full: nn.Linear, cut: Cut, *, bias: bool) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class LinearView(nn.Module):
 
 
 class _ParallelLinear(FusedModule):
-    """`local` multiplies; what is to be communicated, the class communicates."""
+    """`local` multiplies by this rank's part; the subclass communicates."""
 
     def __init__(self, full: nn.Linear, group: dist.ProcessGroup, cut: Cut, *, bias: bool, view: bool) -> None:
         super().__init__()

@@ -1,8 +1,10 @@
 """Tensor parallel: every rank encodes all images, with its share of the heads and of the MLP's columns.
 
 In a block wqkv is cut by heads and wo by rows, fc0 by columns and fc1 by rows: two all-reduces a block, 54 a forward at
-full size, each of all L x D activations. Norms, residuals, patch embedding, position table and merge are the same on
+full size, each of all L x D activations. Norms, residuals, patch embedding, position table and merge run in full on
 every rank.
+
+Test: tests/test_parallel_ranks.py, tests/test_parallel_calls.py. Record: parallel__*.csv (variant "tensor").
 """
 
 import copy
@@ -78,7 +80,7 @@ def tensor_parallel(
         group: the ranks to cut over.
         view: False cuts `tower` itself, layer by layer, freeing each full weight: on the host, then `.to(device)`, the
             device never holds more than the share. True leaves `tower` whole and returns a twin that views its
-            weights, whatever becomes of them.
+            weights, so that a change of them is seen.
 
     Returns:
         A `CutTower`: `tower` itself, which changes its class, or the twin.
