@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-BENCHES = $(patsubst kimivl_lab/bench/%.py,%,$(shell grep -l __main__ kimivl_lab/bench/*.py))
+# gpu_suite runs the others on a GPU
+BENCHES = $(filter-out gpu_suite,$(patsubst kimivl_lab/bench/%.py,%,$(shell grep -l __main__ kimivl_lab/bench/*.py)))
 TEXTS = $(sort $(wildcard notebooks/text/*.py notebooks/text/solutions/*.py))
 NOTEBOOKS = $(TEXTS:notebooks/text/%.py=notebooks/%.ipynb)
 NBVAL := -p no:randomly --nbval --nbval-current-env --nbval-sanitize-with=tests/nbval_sanitize.cfg --nbval-cell-timeout=300

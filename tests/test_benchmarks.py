@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from kimivl_lab.bench import (
     attention,
@@ -18,6 +19,8 @@ from kimivl_lab.bench import (
     ladder,
     metadata,
     position,
+    position_cache,
+    preprocess,
     rope,
     syncs,
     upload,
@@ -29,7 +32,7 @@ from kimivl_lab.bench.peers import peers
 from kimivl_lab.bench.position_cache import policies, simulate, traffic
 from kimivl_lab.bench.towers import noise
 from kimivl_lab.measure.records import read_record, record_problems
-from kimivl_lab.measure.roofline import copy_gbps
+from kimivl_lab.measure.roofline import copy_gbps, matmul
 from kimivl_lab.measure.timing import Timing
 from kimivl_lab.moonvit.position_cache import PositionCache
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
@@ -71,18 +74,45 @@ def small(monkeypatch):
     monkeypatch.setattr("gc.collect", lambda: 0)  # before each peak of memory: slow amid all that a test run imported
 
 
+def written(module, arguments, folder, capsys):
+    """Runs a benchmark in this process; the rows of its records, all valid and with provenance."""
+    program(module)(arguments)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    records = sorted(folder.glob("*.csv"))
+    assert (result["benchmark"], len(result["results"])) == (module, len(records)) and records
+    for path in records:
+        _, origin = read_record(path)
+        assert origin["finished"] and (origin["seed"], origin["order"][:6]) == (0, "random")
+    rows = [row for path in records for row in read_record(path)[0]]
+    return rows, [one for path in records for one in record_problems(path)]
+
+
 @pytest.mark.parametrize("step", [step for step in STEPS if step.gpus == 1], ids=lambda step: step.name)
 def test_every_step_of_the_gpu_suite_writes_valid_records(step, small, tmp_path, capsys):
     """What the suite's processes do on a GPU, here on the CPU in this process, with the tiny preset, not compiled."""
     arguments = gpu_suite.arguments_of(step, suite_options(tmp_path))
-    program(step.module)([word for word in arguments if word != "--compiled"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    records = sorted(tmp_path.glob("*.csv"))
-    assert (result["benchmark"], len(result["results"])) == (step.module, len(records))
-    for path in records:
-        assert record_problems(path) == []
-        rows, origin = read_record(path)
-        assert rows and origin["finished"] and (origin["seed"], origin["order"][:6]) == (0, "random")
+    rows, problems = written(step.module, [one for one in arguments if one != "--compiled"], tmp_path, capsys)
+    assert rows and problems == []
+
+
+def test_benchmarks_of_the_host_write_valid_records(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(position_cache, "WORKLOADS", ("clipart",))
+    monkeypatch.setattr(position_cache, "TIMED_GRID", (4, 6))
+    images = [Image.new("RGB", (60, 40), "green"), Image.new("RGB", (28, 90), "red")]
+    monkeypatch.setattr(preprocess, "photographs", lambda workload, count, seed: images)
+    monkeypatch.setattr(harness, "copy_gbps", partial(copy_gbps, mib=1))
+    for module in ("position_cache", "preprocess"):
+        rows, problems = written(module, ["--quick", "--out", str(tmp_path / module)], tmp_path / module, capsys)
+        assert rows and problems == []
+
+
+def test_a_full_encoder_run_measures_its_peak_in_the_same_rounds(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(encoder, "matmul", partial(matmul, size=32))
+    arguments = ["--preset", "tiny", "--dtype", "float32", "--repeats", "2", "--device", "cpu", "--out", str(tmp_path)]
+    rows, _ = written("encoder", arguments, tmp_path, capsys)
+    for row in (row for row in rows if row["phase"] == "forward"):
+        assert row["peak_share"] == pytest.approx(row["speed_tflops"] / row["matmul_peak_tflops"], abs=2e-4, rel=0.5)
+        assert row["peak_spread_ratio"] >= 1
 
 
 def test_gpu_suite_survives_a_failing_step_and_names_the_skipped(tmp_path):
