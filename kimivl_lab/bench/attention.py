@@ -68,15 +68,7 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = harness.parser(
-        "attention",
-        __doc__,
-        dtypes=tuple(TOLERANCE),
-        default_dtypes=("bfloat16",),
-        warmup=2,
-        repeats=15,
-        quick_repeats=5,
-    )
+    parser = harness.parser("attention", __doc__, dtypes=TOLERANCE, default=("bfloat16",), rounds=(2, 15, 5))
     harness.run_benchmark(parser, COLUMNS, rows, mean_speedups, arguments, yardsticks=harness.copy_rate)
 
 

@@ -12,16 +12,13 @@ from torch import Tensor
 from ..measure.accuracy import checked_errors
 from ..measure.roofline import floor_ms
 from ..measure.timing import time_interleaved
-from .harness import Row, progress
+from .harness import TIMES, Row, progress
 
 COLUMNS = (
     "case",
     "variant",
     "patches",
-    "latency_ms_p50",
-    "latency_ms_p20",
-    "latency_ms_p80",
-    "repeats",
+    *TIMES,
     "floor_ms",
     "speedup_ratio",
     "relative_error",

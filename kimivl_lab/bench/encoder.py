@@ -54,10 +54,7 @@ COLUMNS = (
     "variant",
     "phase",
     "patches",
-    "latency_ms_p50",
-    "latency_ms_p20",
-    "latency_ms_p80",
-    "repeats",
+    *harness.TIMES,
     "speed_tflops",
     "matmul_peak_tflops",
     "peak_share",
@@ -173,14 +170,7 @@ def summary(rows: list[harness.Row]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = harness.parser(
-        "encoder",
-        __doc__,
-        dtypes=tuple(TOLERANCE),
-        default_dtypes=("bfloat16",),
-        preset="kimi-vl-a3b",
-        warmup=2,
-        repeats=7,
-        quick_repeats=3,
+        "encoder", __doc__, dtypes=TOLERANCE, default=("bfloat16",), preset="kimi-vl-a3b", rounds=(2, 7, 3)
     )
     parser.add_argument("--compiled", action="store_true", help="also with compiled blocks (needs a compiler)")
     harness.run_benchmark(parser, COLUMNS, rows, summary, arguments)

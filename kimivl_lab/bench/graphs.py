@@ -46,10 +46,7 @@ COLUMNS = (
     "tokens",
     "budget_tokens",
     "layers_count",
-    "latency_ms_p50",
-    "latency_ms_p20",
-    "latency_ms_p80",
-    "repeats",
+    *harness.TIMES,
     "speedup_ratio",
     "launches_count",
     "capture_ms",
@@ -213,16 +210,7 @@ def summary(rows: list[harness.Row]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = harness.parser(
-        "graphs",
-        __doc__,
-        dtypes=tuple(TOLERANCE),
-        default_dtypes=("float32",),
-        preset="lab",
-        warmup=3,
-        repeats=15,
-        quick_repeats=7,
-    )
+    parser = harness.parser("graphs", __doc__, dtypes=TOLERANCE, default=("float32",), preset="lab", rounds=(3, 15, 7))
     harness.run_benchmark(parser, COLUMNS, rows, summary, arguments)
 
 

@@ -2,7 +2,7 @@
 
 A benchmark gives `run_benchmark` a function that yields rows and a function that sums them up:
 
-    parser = harness.parser("rope", __doc__, dtypes=("float32", "bfloat16"), warmup=3, repeats=31, quick_repeats=7)
+    parser = harness.parser("rope", __doc__, dtypes=("float32", "bfloat16"), rounds=(3, 31, 7))
     harness.run_benchmark(parser, COLUMNS, rows, summary, arguments, yardsticks=harness.copy_rate)
 
 writes one record for each dtype and prints {"benchmark": "rope", "copy_gbps": ..., "results": {"float32": ...}}.
@@ -26,17 +26,17 @@ from ..measure.timing import TIMERS
 
 Row: TypeAlias = dict[str, Any]
 
+TIMES = ("latency_ms_p50", "latency_ms_p20", "latency_ms_p80", "repeats")  # the columns of `Timing.row`
+
 
 def parser(
     benchmark: str,
     doc: str | None,
     *,
-    dtypes: Sequence[str] = (),
-    default_dtypes: Sequence[str] | None = None,
+    dtypes: Iterable[str] = (),
+    default: Sequence[str] | None = None,
     preset: str | None = None,
-    warmup: int | None = None,
-    repeats: int | None = None,
-    quick_repeats: int | None = None,
+    rounds: tuple[int, int, int] | None = None,
     on_host: bool = False,
 ) -> argparse.ArgumentParser:
     """The options of a benchmark; it may add more.
@@ -45,14 +45,14 @@ def parser(
         benchmark: the module's name.
         doc: the module's docstring; its first line is the help.
         dtypes: those that can be measured, each in its own record; one alone needs no option.
-        default_dtypes: those that are measured when --dtype is not given; None: all of `dtypes`.
+        default: the dtypes that are measured when --dtype is not given; None: all.
         preset: of the tower, when --preset is not given; None: there is no such option.
-        warmup, repeats, quick_repeats: uncounted runs, counted rounds, and counted rounds with --quick.
+        rounds: uncounted runs of each variant, counted rounds, and counted rounds with --quick.
         on_host: the work never runs on a device, so there is no option for it.
     """
     summary = (doc or "").splitlines()[0]
     options = argparse.ArgumentParser(prog=f"python -m kimivl_lab.bench.{benchmark}", description=summary)
-    options.set_defaults(benchmark=benchmark, warmup=warmup, quick_repeats=quick_repeats)
+    options.set_defaults(benchmark=benchmark)
     options.add_argument("--quick", action="store_true", help="fewer cases and repeats")
     options.add_argument("--out", type=Path, default=DEFAULT_DIRECTORY, help="folder of the records (%(default)s)")
     options.add_argument("--seed", type=int, default=0, help="of drawn sizes, contents and orders (%(default)s)")
@@ -61,17 +61,16 @@ def parser(
     else:
         here = "cuda" if torch.cuda.is_available() else "cpu"
         options.add_argument("--device", default=here, help="%(default)s here")
-    if len(dtypes) > 1:
-        chosen = list(default_dtypes or dtypes)
-        options.add_argument("--dtype", nargs="+", default=chosen, choices=dtypes, help=" ".join(chosen))
-    else:
-        options.set_defaults(dtype=list(dtypes))
+    chosen = list(default or dtypes)
+    options.set_defaults(dtype=chosen)
+    if len(every := list(dtypes)) > 1:
+        options.add_argument("--dtype", nargs="+", default=chosen, choices=every, help=" ".join(chosen))
     if preset is not None:
         options.add_argument("--preset", default=preset, choices=PRESETS, help="%(default)s")
-    if repeats is not None:
-        words = f"counted rounds ({repeats}, with --quick {quick_repeats})"
-        options.add_argument("--repeats", type=int, help=words)
-        options.set_defaults(all_repeats=repeats)
+    if rounds is not None:
+        warmup, repeats, quick = rounds
+        options.set_defaults(warmup=warmup, repeats_by_default=(repeats, quick))
+        options.add_argument("--repeats", type=int, help=f"counted rounds ({repeats}, with --quick {quick})")
     return options
 
 
@@ -101,7 +100,7 @@ def run_benchmark(
     """
     given = parser.parse_args(arguments)
     if given.repeats is None:
-        given.repeats = given.quick_repeats if given.quick else given.all_repeats
+        given.repeats = given.repeats_by_default[given.quick]
     measured = dict(yardsticks(given)) if yardsticks else {}
     results = {}
     for dtype in given.dtype:

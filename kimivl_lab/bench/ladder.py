@@ -44,10 +44,7 @@ COLUMNS = (
     "variant",
     "images",
     "patches",
-    "latency_ms_p50",
-    "latency_ms_p20",
-    "latency_ms_p80",
-    "repeats",
+    *harness.TIMES,
     "speedup_ratio",
     "peak_mem_mib",
     "relative_error",
@@ -176,16 +173,7 @@ def summary(rows: list[harness.Row]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = harness.parser(
-        "ladder",
-        __doc__,
-        dtypes=tuple(TOLERANCE),
-        default_dtypes=("float32",),
-        preset="lab",
-        warmup=2,
-        repeats=9,
-        quick_repeats=3,
-    )
+    parser = harness.parser("ladder", __doc__, dtypes=TOLERANCE, default=("float32",), preset="lab", rounds=(2, 9, 3))
     harness.run_benchmark(parser, COLUMNS, rows, summary, arguments)
 
 

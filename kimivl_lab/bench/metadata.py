@@ -103,7 +103,7 @@ def summary(rows: list[harness.Row]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = harness.parser("metadata", __doc__, dtypes=("mixed",), warmup=3, repeats=31, quick_repeats=7)
+    parser = harness.parser("metadata", __doc__, dtypes=("mixed",), rounds=(3, 31, 7))
     harness.run_benchmark(parser, COLUMNS, rows, summary, arguments, yardsticks=harness.copy_rate)
 
 

@@ -98,7 +98,7 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = harness.parser("position", __doc__, dtypes=tuple(TOLERANCE), warmup=2, repeats=21, quick_repeats=7)
+    parser = harness.parser("position", __doc__, dtypes=TOLERANCE, rounds=(2, 21, 7))
     harness.run_benchmark(parser, COLUMNS, rows, mean_speedups, arguments, yardsticks=harness.copy_rate)
 
 

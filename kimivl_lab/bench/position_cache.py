@@ -130,9 +130,7 @@ def summary(rows: list[harness.Row]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = harness.parser(
-        "position_cache", __doc__, dtypes=("bfloat16",), warmup=2, repeats=15, quick_repeats=15, on_host=True
-    )
+    parser = harness.parser("position_cache", __doc__, dtypes=("bfloat16",), rounds=(2, 15, 15), on_host=True)
     harness.run_benchmark(parser, COLUMNS, rows, summary, arguments, yardsticks=costs)
 
 

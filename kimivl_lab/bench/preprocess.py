@@ -118,9 +118,7 @@ def summary(rows: list[harness.Row]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = harness.parser(
-        "preprocess", __doc__, dtypes=("mixed",), warmup=3, repeats=21, quick_repeats=5, on_host=True
-    )
+    parser = harness.parser("preprocess", __doc__, dtypes=("mixed",), rounds=(3, 21, 5), on_host=True)
     harness.run_benchmark(parser, COLUMNS, rows, summary, arguments, yardsticks=harness.copy_rate)
 
 

@@ -76,7 +76,7 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = harness.parser("rope", __doc__, dtypes=tuple(TOLERANCE), warmup=3, repeats=31, quick_repeats=7)
+    parser = harness.parser("rope", __doc__, dtypes=TOLERANCE, rounds=(3, 31, 7))
     parser.add_argument("--compiled", action="store_true", help="also torch.compile's kernel (needs a compiler)")
     harness.run_benchmark(parser, COLUMNS, rows, mean_speedups, arguments, yardsticks=harness.copy_rate)
 

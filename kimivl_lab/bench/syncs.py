@@ -45,10 +45,7 @@ COLUMNS = (
     "pretended_launches_count",
     "to_device_bytes",
     "to_host_bytes",
-    "latency_ms_p50",
-    "latency_ms_p20",
-    "latency_ms_p80",
-    "repeats",
+    *harness.TIMES,
     "read_cost_us",
     "relative_error",
 )
@@ -180,12 +177,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = harness.parser(
         "syncs",
         __doc__,
-        dtypes=tuple(TOLERANCE),
-        default_dtypes=("bfloat16",) if cuda else ("float32",),
+        dtypes=TOLERANCE,
+        default=("bfloat16",) if cuda else ("float32",),
         preset="kimi-vl-a3b" if cuda else "lab",
-        warmup=1,
-        repeats=9,
-        quick_repeats=3,
+        rounds=(1, 9, 3),
     )
     harness.run_benchmark(parser, COLUMNS, rows, summary, arguments)
 

@@ -70,7 +70,7 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = harness.parser("upload", __doc__, dtypes=("bfloat16",), warmup=3, repeats=21, quick_repeats=7)
+    parser = harness.parser("upload", __doc__, dtypes=("bfloat16",), rounds=(3, 21, 7))
     harness.run_benchmark(parser, COLUMNS, rows, mean_speedups, arguments, yardsticks=upload_rate)
 
 
