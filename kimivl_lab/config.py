@@ -53,6 +53,7 @@ _VISION_MATHEMATICS: dict[str, tuple[Any, ...]] = {
     "pos_emb_type": ("learnable",),
     "pos_emb_time": (None, 1),
 }
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _KIMI_VL_MATHEMATICS: dict[str, tuple[Any, ...]] = {
     "model_type": ("kimi_vl",),
     "projector_hidden_act": ("gelu",),
@@ -94,6 +95,7 @@ class MoonViTConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         derived = {key: kwargs.pop(key) for key in ("head_dim", "num_key_value_heads") if key in kwargs}
         _refuse_other_values(kwargs, _VISION_MATHEMATICS, "MoonViT")
+        _refuse_other_dtypes({**kwargs, "dtype": self.dtype})
         refuse_attn_implementation(kwargs.get("attn_implementation"))
         super().__post_init__(**kwargs)
         self.check()
@@ -150,9 +152,11 @@ class KimiVLConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         _refuse_other_values(kwargs, _KIMI_VL_MATHEMATICS, "Kimi-VL")
+        _refuse_other_dtypes({**kwargs, "dtype": self.dtype})
         for key, config_class in type(self).sub_configs.items():
             value = getattr(self, key)
             if value is None or isinstance(value, Mapping):
+                _refuse_other_dtypes(value or {})
                 asked = (value or {}).get("model_type", config_class.model_type)
                 value = value if asked != config_class.model_type else config_class(**(value or {}))
             if not isinstance(value, config_class):
@@ -213,6 +217,12 @@ def _refuse_other_values(values: Mapping[str, Any], allowed: Mapping[str, tuple[
         if key in values and values[key] not in possible:
             wanted = " or ".join(map(repr, possible))
             raise ValueError(f"{key}={values[key]!r:.200}: {owner} computes with {wanted} only")
+
+
+def _refuse_other_dtypes(values: Mapping[str, Any]) -> None:
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(name := values.get(key), str) and name not in _DTYPES:
+            raise ValueError(f"{key}={name!r:.200}: one of {', '.join(_DTYPES)}")
 
 
 def _preset(table: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:

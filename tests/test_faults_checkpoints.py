@@ -264,6 +264,7 @@ def test_transformers_report_is_not_printed_before_our_error(published, fault, c
         *(("norm_type", "rmsnorm"), ("attention_dropout", 0.1), ("attn_implementation", "sdpa")),
         *(("attn_implementation", "eager"), ("hidden_size", 0), ("num_attention_heads", 0), ("patch_size", -14)),
         *(("num_hidden_layers", True), ("merge_kernel_size", [2]), ("merge_kernel_size", 0)),
+        *(("dtype", "float12"), ("torch_dtype", "cuda")),
     ],
 )
 def test_a_vision_config_of_other_mathematics_is_refused(published, key, value):
