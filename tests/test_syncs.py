@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -457,3 +458,16 @@ def test_the_debug_modes_error_names_the_line(debug_mode):
     assert state["mode"] == 0
     with pytest.raises(RuntimeError, match="shape"), HostSyncCounter(error=True):
         torch.ones(3).view(2, 2)
+
+
+def test_synchronize_counts_once_on_a_gpu_whether_the_debug_mode_sees_it_or_not(debug_mode, monkeypatch):
+    _, item = debug_mode
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda self: item(torch.ones(())))
+    stream: Any = None
+    counter = HostSyncCounter(pretended=True)
+    with cuda_syncs.CudaWatch(counter, error=False, profiled=False):
+        torch.cuda.synchronize()  # the debug mode does not see it
+        torch.cuda.Stream.synchronize(stream)  # it does
+    assert counter.by_kind == {"synchronize": 2} and counter.touched
+    with pytest.raises(HostSyncError, match="synchronize at .*test_syncs.py"), HostSyncCounter(error=True):
+        torch.cuda.synchronize()

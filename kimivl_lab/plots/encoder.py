@@ -87,8 +87,9 @@ def flops_by_size(
             dark = color in (COLORS["navy"], COLORS["blue"])
             ax.text(at, y, name, ha="center", va="center", color="white" if dark else INK)
         else:
-            arrow = {"arrowstyle": "-", "color": INK, "lw": 1}
-            ax.annotate(name, (at, y), (0, -30), textcoords="offset points", ha="center", arrowprops=arrow)
+            early = len(patches) // 12  # left of the names that stand inside their parts
+            point, arrow = (patches[early], base[early] + values[early] / 2), {"arrowstyle": "-", "color": INK, "lw": 1}
+            ax.annotate(name, point, (-8, -26), textcoords="offset points", arrowprops=arrow)
         base = base + values
     for index, (words, at) in enumerate(marks.items()):
         ax.axvline(at, color=INK, ls=(0, (4, 3)), lw=1.4)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..lessons.guesses import Comparison
 from .style import COLORS, INK, LIGHT, new_figure, set_titles
@@ -33,6 +33,7 @@ def guess_plot(comparisons: Sequence[Comparison], *, title: str, subtitle: str) 
     units = {one.guess.unit for one in comparisons}
     ax.set(yticks=y, yticklabels=[one.guess.quantity for one in comparisons], xscale="log", xlabel=", ".join(units))
     ax.set_ylim(-0.6, len(comparisons) - 0.4)
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.margins(x=0.12)

@@ -72,10 +72,11 @@ from kimivl_lab import image_geometry, plots
 from kimivl_lab.datasets import sample_images
 from kimivl_lab.lessons.checks import check, check_function
 from kimivl_lab.lessons.devices import devices
-from kimivl_lab.lessons.guesses import Comparison, compare, guess
+from kimivl_lab.lessons.guesses import Comparison, Guess, compare, guess
 from kimivl_lab.lessons.minutes import course_map
 from kimivl_lab.lessons.stages import flops_shares, stage_work, time_stages
 from kimivl_lab.measure.accuracy import relative_error
+from kimivl_lab.plots.guesses import guess_plot
 
 plots.use_style()
 _ = torch.set_grad_enabled(False)
@@ -108,8 +109,7 @@ _ = torch.set_grad_enabled(False)
 # **What serving costs.** The encoder runs once for each image, before the first word of the
 # answer. The language model then runs once for every word. So the encoder's time is part of the
 # [time to first token](GLOSSARY.md#ttft), and users wait for it.
-
-# %% [markdown]
+#
 # The map of the course. Each lesson makes one part of the encoder fast; lessons 10 to 40 follow
 # an image through the encoder, and lessons 50 to 70 are about serving. "Minutes to do" are yours,
 # "minutes to run" are the machine's.
@@ -236,8 +236,7 @@ compare(Comparison(parameters_guess, predicted=tower_parameters / 1e6))
 # The scores of attention are not in the table: good kernels never write them to memory. Residual
 # additions and biases are left out. "FLOPs" here are those of matrix products; a norm or a
 # softmax computes too, but little for each byte that it moves.
-
-# %% [markdown]
+#
 # **Your code.** The MLP has two maps: $D$ to $F$, then $F$ to $D$. Each reads its input, reads
 # its weights and writes its output. Write the FLOPs and the bytes of the MLPs of all $N$ blocks.
 
@@ -466,10 +465,12 @@ for name, other in {"written out": written_out, "alone": alone, "swapped": swapp
 # product and a large copy give this machine's own $p$ and $b$. The code is `time_stages` in
 # `kimivl_lab/lessons/stages.py`.
 #
-# **Your guesses.** Which stage takes the longest on this machine? Which part of the time, in %,
-# do the four stages without matrix products take together (position, norms, RoPE, merge)?
+# **Your guesses.** How long does one forward over the three photographs take on this machine,
+# with the lab preset? Which stage takes the longest? Which part of the time, in %, do the four
+# stages without matrix products take together (position, norms, RoPE, merge)?
 
 # %%
+time_guess = guess("one forward", None, unit="ms")
 stage_guess = guess("slowest stage", None, choices=tuple(work))
 share_guess = guess("time of the four stages", None, unit="%")
 
@@ -493,6 +494,19 @@ no_products = sum(times.shares[stage] for stage, one in lab_work.items() if one.
 slowest = max(times.shares, key=lambda stage: times.shares[stage])
 print(f"slowest stage: {slowest}, your guess: {stage_guess.value}")
 compare(Comparison(here_guess, measured=p / b), Comparison(share_guess, measured=100 * no_products))
+
+# %%
+rows = [Comparison(time_guess, sum(bound_ms.values()), times.whole.p50_ms)]
+for stage in ("attention", "MLP", "QKV and output"):
+    rows.append(Comparison(Guess(stage, None, "ms"), bound_ms[stage], times.stages[stage].p50_ms))
+note = plots.measured_on(device, f"lab preset, {len(lengths)} photographs, float32")
+fig, ax = guess_plot(rows, title="Your guess, the roofline, and the time", subtitle=note)
+plt.show()
+
+# %% [markdown]
+# *How to read it:* "predicted" is the roofline with this machine's own $p$ and $b$. The forward
+# and its three largest stages lie near it, or to the right of it. A mark for your guess appears
+# once you have written one.
 
 # %% tags=["headline"]
 products = [stage for stage, one in lab_work.items() if one.flops]

@@ -70,15 +70,17 @@ check_function("tokens of an image", tokens_of, cases)
 # **The guesses.** A good guess for the parameters: a block is about $5 + 10 = 15$ million, times
 # 27 is 405 million, and the table adds 5. For $p/b$ of an H100: 1,000 TFLOP/s over 3 TB/s is
 # about 300. A CPU is far lower: two cores do some 50 GFLOP/s and move some 15 GB/s. Attention
-# equals all linear maps near $n = 2D + F$. In the lab preset attention has the most FLOPs, so it
-# is a good guess for the slowest stage. The stages without products move about a quarter of the
-# bytes at a low $p/b$: a few percent.
+# equals all linear maps near $n = 2D + F$. The lab preset needs 76 GFLOPs for the three
+# photographs: at 50 GFLOP/s one forward takes 1.5 seconds. Attention has the most of these FLOPs,
+# so it is a good guess for the slowest stage. The stages without products move about a quarter of
+# the bytes at a low $p/b$: a few percent.
 
 # %%
 parameters_guess = guess("parameters of the tower", 410, unit="million")
 h100_guess = guess("p/b of an H100", 300, unit="FLOP/byte")
 here_guess = guess("p/b of this machine", 4, unit="FLOP/byte")
 crossing_guess = guess("patches where attention equals the linear maps", 6000, unit="patches")
+time_guess = guess("one forward", 1500, unit="ms")
 stage_guess = guess("slowest stage", "attention", choices=tuple(stage_work(full, lengths, 2)))
 share_guess = guess("time of the four stages", 5, unit="%")
 h100 = next(one for one in devices() if one.name.startswith("H100"))
