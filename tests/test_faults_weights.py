@@ -20,6 +20,7 @@ from kimivl_lab.kernels import weight_state
 from kimivl_lab.kernels.packed_linear import packed_copy, packed_unavailable
 from kimivl_lab.moonvit.layers import ResolvedOptions
 from kimivl_lab.moonvit.model import MoonVitPretrainedModel
+from kimivl_lab.syncs.counter import count_host_syncs, on_device
 from tests.conftest import pixels_for, relative_error, tiny_encoder, tiny_tower
 
 GRIDS = [(4, 6), (2, 2), (6, 4)]
@@ -169,6 +170,38 @@ def test_the_call_moves_every_state_that_compares_no_values():
     assert all(states[name].still_holds(p) for name, p in encoder.named_parameters()), "torch counts no such write"
     encoder.weights_changed()
     assert not any(states[name].still_holds(p) for name, p in encoder.named_parameters())
+
+
+def test_on_a_pretended_device_the_call_empties_the_position_cache():
+    tower = on_device(small_table_tower(seed=3), pretended=True)
+    pos_emb, results = tower.patch_embed.pos_emb, []
+
+    @torch.no_grad()
+    def edit_and_announce():
+        results.append(pos_emb(GRIDS, None, "cached"))
+        for edit in (some_rows, part_of_a_row, one_element):
+            edit(pos_emb.weight.data)
+            tower.weights_changed()
+            results.extend(pos_emb(GRIDS, None, kind) for kind in ("adaptive", "cached"))
+
+    count_host_syncs(edit_and_announce)
+    before, *pairs = [result.as_subclass(Tensor) for result in results]
+    for want, cached in zip(pairs[::2], pairs[1::2], strict=True):
+        assert torch.equal(cached, want) and not torch.equal(cached, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("edit", EDITS, ids=lambda f: f.__name__)
+def test_on_a_gpu_the_call_announces_a_write_to_data(edit):
+    tower = small_table_tower(seed=3).to("cuda", torch.bfloat16)
+    runner = EncoderCudaGraphRunner(tower, [16], max_images=4)
+    before = encode(tower), runner(PIXELS, GRIDS)
+    for name in WEIGHTS:
+        edit(tower.get_parameter(name).data)
+    tower.weights_changed()
+    want = encode(copy.deepcopy(tower))
+    assert torch.equal(encode(tower), want) and not torch.equal(before[0], want)
+    assert relative_error(runner(PIXELS, GRIDS), want) < 0.02 < relative_error(before[1], want)
 
 
 def test_a_rule_for_weights_that_is_unknown_is_refused():
