@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 
-def as_positive(name: str, value: Any) -> int:
-    """`value` as a plain int of 1 or more. ValueError with `name` and `value` for anything else.
+def as_positive(name: str, value: Any, most: int | None = None) -> int:
+    """`value` as a plain int of 1 or more, and at most `most`. ValueError with `name` and `value` for anything else.
 
     Python's and numpy's integers are accepted, and arrays and tensors that hold one integer; a bool is not.
     """
@@ -21,6 +21,8 @@ def as_positive(name: str, value: Any) -> int:
         whole = 0
     if whole < 1 or isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         raise ValueError(f"{name} must be a positive integer, got {value!r:.200}")
+    if most is not None and whole > most:
+        raise ValueError(f"{name} must be at most {most}, got {whole}")
     return whole
 
 

@@ -33,6 +33,9 @@ _TEXT_PRESETS: dict[str, dict[str, Any]] = {
 }
 PRESETS = tuple(_VISION_PRESETS)
 
+# More than any tower has: a damaged config.json must not fill the memory before its tensors are compared.
+_LARGEST_SIZE, _MOST_LAYERS = 65_536, 1_000
+
 # Keys that other vision towers and their configurations use, with the values that mean what MoonViT computes.
 _VISION_MATHEMATICS: dict[str, tuple[Any, ...]] = {
     "model_type": ("moonvit",),
@@ -104,10 +107,11 @@ class MoonViTConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """ValueError for sizes or keys that the tower cannot compute. The tower calls it again when it is made."""
-        for name in ("patch_size", "num_hidden_layers", "intermediate_size", "hidden_size", "num_attention_heads"):
-            as_positive(name, getattr(self, name))
+        for name in ("patch_size", "intermediate_size", "hidden_size", "num_attention_heads"):
+            as_positive(name, getattr(self, name), most=_LARGEST_SIZE)
         for name in ("init_pos_emb_height", "init_pos_emb_width"):
-            as_positive(name, getattr(self, name))
+            as_positive(name, getattr(self, name), most=_LARGEST_SIZE)
+        as_positive("num_hidden_layers", self.num_hidden_layers, most=_MOST_LAYERS)
         self.merge_kernel_size = as_positive_pair("merge_kernel_size", self.merge_kernel_size)
         if self.hidden_size % self.num_attention_heads or self.head_dim % 4:
             raise ValueError(

@@ -22,6 +22,12 @@ def test_what_is_no_positive_integer_is_named(value):
         as_positive("size", value)
 
 
+def test_a_largest_value_is_named():
+    assert as_positive("size", 9, most=9) == 9
+    with pytest.raises(ValueError, match="size must be at most 9, got 10"):
+        as_positive("size", 10, most=9)
+
+
 @pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])
 def test_pairs_of_every_form(form):
     pair = as_positive_pair("kernel", form([2, 3]))

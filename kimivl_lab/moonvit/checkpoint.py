@@ -85,6 +85,8 @@ class StrictPreTrainedModel(PreTrainedModel):
         refuse_attn_implementation(kwargs.pop("attn_implementation", None))
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         cls._check_files(where, checkpoint_files(where, **hub))
+        if "config" not in kwargs:
+            cls._check_config(where, hub)
         kwargs.setdefault("key_mapping", dict(cls._checkpoint_renames))
         kwargs.setdefault("ignore_mismatched_sizes", True)  # reported below, with every other fault
         with _no_load_report():
@@ -102,6 +104,15 @@ class StrictPreTrainedModel(PreTrainedModel):
         if problems:
             raise ValueError(f"{where}: {'; '.join(problems)}")
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def _check_config(cls, where: str, hub: Mapping[str, Any]) -> None:
+        """ValueError that names the checkpoint, for a config.json that describes no model of this class."""
+        config_class: Any = cls.config_class
+        try:
+            config_class.from_pretrained(where, **hub)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{where}: config.json: {error}") from error
 
     @classmethod
     def _check_files(cls, where: str, files: Mapping[Path, list[str] | None]) -> None:
@@ -189,7 +200,10 @@ def tensor_names(path: Path) -> list[str]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        document = json.loads(index.read_bytes())
+        weight_map = document["weight_map"]
+        if not isinstance(document["metadata"], dict):
+            raise ValueError("metadata must be there, as transformers reads it")
         if not weight_map or not all(_is_file_name(file) for file in weight_map.values()):
             raise ValueError("weight_map must name a file of the same folder for each tensor")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
