@@ -11,10 +11,24 @@ from matplotlib.patches import Rectangle, StepPatch
 
 from kimivl_lab import KimiVLConfig, MoonViTConfig, plots
 from kimivl_lab.graphs.packing import Replay
+from kimivl_lab.lessons.published import PublishedCase
 from kimivl_lab.measure.timing import Timing
 from kimivl_lab.planner.plan import plan_budgets
 from kimivl_lab.planner.workload import TokenCounts, count_tokens
-from kimivl_lab.plots import amx, attention, budgets, cache, cost_model, floor, graphs, parallel, position, rope, syncs
+from kimivl_lab.plots import (
+    amx,
+    attention,
+    budgets,
+    cache,
+    cost_model,
+    floor,
+    graphs,
+    parallel,
+    position,
+    published,
+    rope,
+    syncs,
+)
 from kimivl_lab.plots.cost_model import ScalingPoint
 from kimivl_lab.plots.syncs import BufferStep, Timeline
 from tests.drawing import drawing, picture, words  # noqa: F401
@@ -84,6 +98,7 @@ CONFIG = MoonViTConfig.preset("kimi-vl-a3b")
 WAITING = Timeline(launches=[(0, 2), (2, 4), (14, 16)], waits=[(4, 14)], kernels=[(2, 5), (5, 8), (16, 19)])
 REWRITTEN = [BufferStep("host", "A", 0, "A"), BufferStep("host", "B", 0, "B"), BufferStep("device", "A", 0, "B")]
 POINTS = [ScalingPoint("data", 2, 1.0, 2.0, False), ScalingPoint("tensor", 64, 1.5, 20.0, True)]
+CASES = [PublishedCase("", "", "right", 1.5, 2.0, 4.5, "right"), PublishedCase("", "", "a miss", 1.2, 0.1, 0.4, "miss")]
 SQUARE = np.eye(2)
 
 # name of the figure -> (how to draw it, what a reader must find written in it)
@@ -174,6 +189,8 @@ FIGURES = {
                        ["rewritten", "writes A", "wants A, gets B", "buffer 1"]),
     "price_of_waits": (lambda: syncs.price_of_waits([1.0, 10.0], {"5 µs": [26.0, 30.0]}, {"30 waits": ([0.2, 0.1],
                        [0.6, 0.3])}, marks={"known": (7, 0.03)}, **TITLES), ["5 µs", "30 waits", "known"]),
+    "published": (lambda: published.predicted_against_published({"rule": ("K p τ / F", CASES)}, **TITLES),
+                  ["rule", "K p τ / F", "prediction right: 1", "miss: 1", "1: a miss"]),
     "published_savings": (lambda: syncs.published_savings({"alone": (0.25, 1.2, 1.05)}, **TITLES), ["alone", "1.05"]),
 }  # fmt: skip
 
@@ -259,6 +276,12 @@ def test_replays_are_drawn_over_eager_by_their_filling():
     assert np.asarray(right.lines[0].get_ydata()).tolist() == [500, 900]
     with pytest.raises(ValueError, match="3 fillings, not 4"):
         graphs.recorded_replays([*CALLS, *call(4.0, 1.0, 2.0, 1.0), *call(4.0, 3.0, 2.0, 1.0)], **TITLES)
+
+
+def test_published_cases_stand_at_the_middle_of_their_predicted_range():
+    _, (ax,) = published.predicted_against_published({"rule": ("x", CASES)}, **TITLES)
+    assert points(ax) == {"prediction right: 1": [[3, 1.5]], "miss: 1": [[0.2, 1.2]]}
+    assert np.allclose(whiskers(ax), [(2.0, 4.5), (0.1, 0.4)])
 
 
 def test_areas_between_staircases_are_what_each_wastes():

@@ -123,6 +123,14 @@ def test_every_file_under_data_is_in_its_dictionary():
     assert listed == {path.name for path in folders}
 
 
+def test_every_column_of_published_numbers_has_a_meaning():
+    explained = {name for row in table(DATA_README, "column") for name in re.findall(r"`(\w+)`", row[0])}
+    found = set()
+    for path in (ROOT / "data" / "published").glob("*.csv"):
+        found |= set(path.read_text().splitlines()[0].split(","))
+    assert explained == found
+
+
 def test_every_picture_has_its_size_and_licence():
     rows = {row[0]: row for row in table(DATA_README, "file")}
     for path in (ROOT / "data" / "images").iterdir():
