@@ -16,7 +16,7 @@ one that is wrong. The store sends ranks^2 short texts a call, which suits the 2
 pixels on the host only. Reading pixels of a device would wait for it, and with `load_pixels` each rank reads other
 images. In these two cases the number, the grids and the caller's `batch_id` are compared.
 
-Test: tests/test_parallel_calls.py. Record: parallel__*.csv (phase "same_call").
+Test: tests/test_parallel_calls.py. Measured by bench/parallel.py (phase "same_call").
 """
 
 import re
@@ -116,6 +116,8 @@ class Call:
         store, seen = self.group.get_group_store(), self.progress.seen
         keys = {rank: self._key(rank) for rank in ranks}
         keys = {rank: key for rank, key in keys.items() if key in seen or store.check([key])}
+        if not keys:
+            return {}
         seen.update(keys.values())
         wanted = list(keys.values())
         at_once = store.has_extended_api()  # ty: ignore[missing-attribute]  # torch's stub lacks it
@@ -126,8 +128,8 @@ class Call:
     def _key(self, rank: int) -> str:
         """Two keys a rank, used in turn, so that the store does not grow.
 
-        A rank that is one call ahead has left this call's text in place, and before it is two calls ahead it waits for
-        this rank.
+        A peer that is one call ahead (NCCL returns before it has finished) writes its other key. It cannot be two calls
+        ahead: it waits for this rank in the call between.
         """
         return f"kimivl_lab/call/{self.number % 2}/{rank}"
 
@@ -154,7 +156,7 @@ def same_call(group: dist.ProcessGroup) -> Generator[Call]:
     except Exception as error:
         if group.size() > 1:
             with suppress(dist.DistError):
-                call.publish(f"{_LEFT}{type(error).__name__}: {error}")
+                call.publish(f"{_LEFT}{type(error).__name__}: {error!s:.500}")
         raise
     if group.size() > 1:
         call.compare()
