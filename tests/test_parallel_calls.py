@@ -190,6 +190,25 @@ def test_a_failed_image_reaches_all_ranks_at_once_and_costs_one_batch(results, r
 
 
 @on_ranks
+def bad_pixels(group):
+    """Mode -> outcome when one rank's pixels do not fit its grids, then that of a good batch."""
+    found = {}
+    for mode in MODES[group.size()]:
+        encode, pixels = encode_by(mode, group), pixels_for(GRIDS)
+        bad = outcome(lambda: encode(pixels[group.rank() == 1 :], GRIDS))  # noqa: B023
+        found[mode] = bad, outcome(lambda: encode(pixels, GRIDS))  # noqa: B023
+    return found
+
+
+@pytest.mark.parametrize("ranks", MODES)
+def test_pixels_that_one_rank_refuses_reach_all_ranks_in_every_mode(results, ranks):
+    for rank, found in enumerate(results(ranks, bad_pixels)):
+        for bad, good in found.values():
+            assert bad[:2] == (("ValueError", []) if rank == 1 else ("RankError", [1]))
+            assert good[0] == "features"
+
+
+@on_ranks
 def batch_ids(group):
     """Outcomes of pixels that are loaded by each rank, of equal grids: with no name, the same name, another name."""
     load = lambda mine: torch.zeros(sum((24, 4, 32)[image] for image in mine), 3, 14, 14)  # noqa: E731

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import MoonViTConfig
-from ..geometry import Grid, as_grid_list
+from ..geometry import Grid, as_grid_list, patch_counts
 from ..moonvit.layers import MoonVitEncoderLayer
 from ..moonvit.metadata import EncoderMetadata
 from ..moonvit.model import MoonVitPretrainedModel
@@ -48,9 +48,10 @@ class CutTower(MoonVitPretrainedModel):
             with same_call(group) as call:
                 given = encoder_metadata.grid_hws if encoder_metadata is not None else image_grid_hws
                 grids = as_grid_list(given if given is not None else ())
+                if grids:
+                    self.check_pixels(pixel_values, sum(patch_counts(grids)))
                 # metadata without grids belong to a capture, in which pixels cannot be read
-                pixels = pixel_values if grids else None
-                call.about = describe_images("tensor", grids, self.dtype, pixels)
+                call.about = describe_images("tensor", grids, self.dtype, pixel_values if grids else None)
         return super().forward(pixel_values, image_grid_hws, encoder_metadata=encoder_metadata)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
