@@ -130,8 +130,8 @@ Markdown(course_map())
 # | rounded up to a multiple of 28 | 644 | 448 |
 # | divided by 14: patches | 46 | 32 |
 #
-# The grid is written rows x columns: $h \times w = 32 \times 46$. The image has $n = 32 \cdot
-# 46 = 1{,}472$ patches and $1{,}472 / 4 = 368$ tokens.
+# The grid is written rows x columns: $h \times w = 32 \times 46$. The image has
+# $n = 32 \cdot 46 = 1{,}472$ patches and $1{,}472 / 4 = 368$ tokens.
 #
 # **Your code.** Write the same steps for any image that is below the limit of 4,096 patches.
 
@@ -213,8 +213,8 @@ compare(Comparison(parameters_guess, predicted=tower_parameters / 1e6))
 #
 # A [FLOP](GLOSSARY.md#flop) is one addition or multiplication. Take a product of a (2, 3) and a
 # (3, 2) matrix. It has 4 results, and each result needs 3 multiplications and 3 additions: 24
-# FLOPs in all. In general a product of $(a, b)$ and $(b, c)$ needs $2abc$ FLOPs, here $2 \cdot 2
-# \cdot 3 \cdot 2 = 24$.
+# FLOPs in all. In general a product of $(a, b)$ and $(b, c)$ needs $2abc$ FLOPs, here
+# $2 \cdot 2 \cdot 3 \cdot 2 = 24$.
 #
 # - A linear map from $D$ to $F$ costs $2DF$ FLOPs for each patch, whatever the image.
 # - Attention multiplies twice, $QK^\top$ and scores times $V$. For $n$ patches of one image each
@@ -222,8 +222,8 @@ compare(Comparison(parameters_guess, predicted=tower_parameters / 1e6))
 #
 # A stage also moves **bytes**: it reads its input and its weights, and it writes its output. For
 # example, QKV reads $L \cdot D$ numbers, reads $3D^2$ weights and writes $3 \cdot L \cdot D$
-# numbers. For $L = 3{,}540$ in [bfloat16](GLOSSARY.md#bfloat16), at 2 bytes a number, this is $2
-# \cdot (4.08 + 3.98 + 12.23)$ million, 41 MB in each block.
+# numbers. For $L = 3{,}540$ in [bfloat16](GLOSSARY.md#bfloat16), at 2 bytes a number, this is
+# $2 \cdot (4.08 + 3.98 + 12.23)$ million, 41 MB in each block.
 #
 # | stage, in one block | FLOPs | numbers read and written | weights |
 # |---|---|---|---|
@@ -235,7 +235,7 @@ compare(Comparison(parameters_guess, predicted=tower_parameters / 1e6))
 #
 # The scores of attention are not in the table: good kernels never write them to memory. Residual
 # additions and biases are left out. "FLOPs" here are those of matrix products; a norm or a
-# softmax computes too, but little for each byte that it moves.
+# GELU computes too, but little for each byte that it moves.
 #
 # **Your code.** The MLP has two maps: $D$ to $F$, then $F$ to $D$. Each reads its input, reads
 # its weights and writes its output. Write the FLOPs and the bytes of the MLPs of all $N$ blocks.
@@ -273,15 +273,15 @@ print(f"{'all':15s} {total / 1e9:7.1f} {sum(one.moved for one in work.values()) 
 # %% [markdown]
 # ## Predict: what does a stage wait for?
 #
-# A device does $p$ FLOPs in a second and moves $b$ bytes in a second. A stage can not finish
+# A device does $p$ FLOPs in a second and moves $b$ bytes in a second. A stage cannot finish
 # before its FLOPs are done and its bytes are moved:
 #
 # $$t \ge \max\left(\frac{\text{FLOPs}}{p}, \frac{\text{bytes}}{b}\right)$$
 #
 # This bound is the [roofline](GLOSSARY.md#roofline). An H100 has $p = 989 \cdot 10^{12}$ and
-# $b = 3{,}350 \cdot 10^9$. For the MLPs above, the arithmetic takes at least $1{,}895.6 /
-# 989{,}000$ s = 1.92 ms, and the bytes take at least $2{,}621 / 3{,}350{,}000$ s = 0.78 ms. So
-# the MLPs wait for arithmetic.
+# $b = 3{,}350 \cdot 10^9$. For the MLPs above, the arithmetic takes at least
+# $1{,}895.6 / 989{,}000$ s = 1.92 ms, and the bytes take at least $2{,}621 / 3{,}350{,}000$ s =
+# 0.78 ms. So the MLPs wait for arithmetic.
 #
 # The quick test: compare the intensity with $p / b$, the FLOPs that the device can do while one
 # byte moves. Above $p / b$ a stage waits for arithmetic, below it for memory.
@@ -298,6 +298,8 @@ for one in devices():
     busy = sum(of.intensity > one.flops_per_byte for of in work.values())
     speeds = f"{one.flops_per_s / 1e12:11.0f} {one.bytes_per_s / 1e9:10,.0f}"
     print(f"{one.name:22s} {speeds} {one.flops_per_byte:6.0f}   {busy} of {len(work)} stages")
+h100 = next(one for one in devices() if one.name.startswith("H100"))
+compare(Comparison(h100_guess, predicted=h100.flops_per_byte))
 
 # %% [markdown]
 # The MLP, attention, QKV and output, and the projector do more than 600 FLOPs for each byte. They
@@ -375,8 +377,8 @@ print(f"lab preset: D = {c.hidden_size}, F = {c.intermediate_size:,}, N = {c.num
 print("pixel_values", tuple(pixels.shape), " grids (h x w)", grid_hws.tolist())
 
 # %% [markdown]
-# **Your code: attention, one image at a time.** Queries, keys and values have the shape $(L,
-# \text{heads}, d)$. For each image and head: scores $QK^\top / \sqrt{d}$, a
+# **Your code: attention, one image at a time.** Queries, keys and values have the shape
+# $(L, \text{heads}, d)$. For each image and head: scores $QK^\top / \sqrt{d}$, a
 # [softmax](GLOSSARY.md#softmax) over the keys, then times $V$. The result has the shape of `q`.
 # Use a loop over the images; `lengths` holds the number of patches of each. (`torch.split`,
 # `transpose(0, 1)` and `torch.cat` are enough.)
@@ -445,7 +447,7 @@ for name, (by_hand, counted) in pairs.items():
 
 # %% [markdown]
 # Then the encoder that is written out above against the library's, and each image alone against
-# the same image in the batch. A check that can not fail shows nothing. So the third line swaps
+# the same image in the batch. A check that cannot fail shows nothing. So the third line swaps
 # rows and columns of every grid: the number of patches stays, but they stand at wrong places.
 
 # %%
@@ -546,8 +548,9 @@ plt.show()
 #   no filler between images.
 # - A patch costs $2N(4D^2 + 2DF)$ FLOPs, plus $4NnD$ for the attention to its own image. The two
 #   are equal at $n = 2D + F$, 6,608 patches for Kimi-VL.
-# - A stage with more than $p/b$ FLOPs for each byte waits for arithmetic. With hundreds of
-#   patches in a batch, all large stages of the encoder do so on all four GPUs above.
+# - A stage with more than $p/b$ FLOPs for each byte waits for arithmetic. In a batch of a few
+#   thousand patches the large stages of the encoder do so on all four GPUs above; a single
+#   thumbnail stays below $p/b$.
 # - A stage without matrix products is bounded by its bytes. If it takes longer than its bytes
 #   need, the implementation is the reason.
 
@@ -568,9 +571,10 @@ print(f"none of the matrix products, {idle_share:.0%} of the bytes.")
 #   assumption; the check below replaces it by your own number.) If this time is under a tenth of
 #   your time to first token, optimise something else first.
 # - **Flag:** `in_token_limit` bounds the patches of one image. Its default is 4,096 patches,
-#   counted before padding. For a server: `vllm serve ... --mm-processor-kwargs
-#   '{"in_token_limit": 2048}'`. Images above the limit then take half the patches and less than
-#   half the encoder's time, and the answer sees fewer details.
+#   counted before padding. For a server:
+#   `vllm serve ... --mm-processor-kwargs '{"in_token_limit": 2048}'`. Images above the limit then
+#   take half the patches and less than half the encoder's time, and the answer sees fewer
+#   details.
 # - **Check:** send one prompt with the image and one without it, one request at a time. The
 #   difference of the two times to first token is the encoder plus the prefill of the image's
 #   tokens. `usage.prompt_tokens` of the two answers differs by the number of image tokens:
@@ -650,7 +654,6 @@ check_function(
 answer_4 = None  # part of one H100
 
 one_image = stage_work(full, [image_geometry(1008, 784).patches], 2)
-h100 = next(one for one in devices() if one.name.startswith("H100"))
 seconds = sum(of.flops for of in one_image.values()) / (h100.flops_per_s / 2)
 check(
     "part of one H100",

@@ -172,8 +172,9 @@ check_function("patches to saturate", patches_to_saturate, cases, rtol=1e-6)
 # %% [markdown]
 # ### 4. GPUs for a stream of images (operator)
 #
-# 1,008 x 784 pixels are a grid of 56 x 72, $n = 4{,}032$ patches. The blocks cost $n \cdot
-# 2N(4D^2 + 2DF) + 4Nn^2D$ FLOPs. The ends cost $2n \cdot 588 D$ and $2(n/4) \cdot (16D^2 + 4DH)$.
+# 1,008 x 784 pixels are a grid of 56 x 72, $n = 4{,}032$ patches. The blocks cost
+# $n \cdot 2N(4D^2 + 2DF) + 4Nn^2D$ FLOPs. The ends cost $2n \cdot 588 D$ and
+# $2(n/4) \cdot (16D^2 + 4DH)$.
 
 # %%
 n = (1008 // 14) * (784 // 14)
@@ -200,9 +201,9 @@ check("three factors", answer_5, (large[0] / small[0], *factors), rtol=0.01)
 # %% [markdown]
 # ### 6. ★ The order of the merge
 #
-# A square begins at row $2i$ and column $2j$. Its four patches are at $(2i, 2j)$, $(2i, 2j +
-# 1)$, $(2i + 1, 2j)$, $(2i + 1, 2j + 1)$, and the patch at (row, column) has the number row
-# $\cdot w$ + column.
+# A square begins at row $2i$ and column $2j$. Its four patches are at $(2i, 2j)$,
+# $(2i, 2j + 1)$, $(2i + 1, 2j)$, $(2i + 1, 2j + 1)$, and the patch at (row, column) has the
+# number row $\cdot w$ + column.
 
 
 # %%
