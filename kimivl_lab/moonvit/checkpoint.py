@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -110,7 +111,9 @@ class StrictPreTrainedModel(PreTrainedModel):
         """ValueError that names the checkpoint, for a config.json that describes no model of this class."""
         config_class: Any = cls.config_class
         try:
-            config_class.from_pretrained(where, **hub)
+            dtype = getattr(config_class.from_pretrained(where, **hub), "dtype", None)
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise ValueError(f"dtype must name one of torch, got {dtype!r}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: config.json: {error}") from error
 
