@@ -4,6 +4,8 @@ The one place that counts: the image processor, the metadata builder, buffers, b
 The rule is the published Kimi-VL image processor's: an image whose whole patches number more than `in_token_limit` is
 shrunk by one common factor; then both sides are padded up to a multiple of `patch_size * merge`. Padding comes AFTER
 the limit, so a padded grid may hold more patches than the limit: bounds downstream use `ImageGeometry.patches`.
+
+Test: tests/test_geometry.py, tests/test_fuzz_numbers.py.
 """
 
 import math
@@ -46,7 +48,7 @@ GridLike: TypeAlias = tuple[int, int]  # a `Grid`, or a plain (h, w): every func
 class ImageGeometry:
     """Every size one image goes through, in pixels; `grid_h` and `grid_w` in patches.
 
-    `content_width` and `content_height` are the pixels of the resized picture that are kept; the rest of the padded
+    `content_width` and `content_height` are the pixels of the resized image that are kept; the rest of the padded
     size, to the right and below, is padding. With `pad_input=False` they are the centre crop and there is no padding.
     """
 

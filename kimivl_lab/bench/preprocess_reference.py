@@ -1,7 +1,9 @@
-"""The image processor step by step, each as the published one does it: what `KimiVLImageProcessor` must equal.
+"""The plain image processor that `KimiVLImageProcessor` must equal bit for bit: the published one, step by step.
 
-Every picture becomes a float32 image of its own, is normalised there, cut, and all are concatenated: a dozen passes
-over four bytes a number, where the fast path makes one.
+Each image is made a float32 array, normalised and cut, and then all are concatenated. That reads and writes the data
+about a dozen times at 4 bytes a number; the fast path does it once.
+
+Test: tests/test_image_processor.py. Record: preprocess__*.csv.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,9 +26,9 @@ def reference_preprocess(
     image_mean: Sequence[float] = (0.5, 0.5, 0.5),
     image_std: Sequence[float] = (0.5, 0.5, 0.5),
 ) -> tuple[Tensor, Tensor]:
-    """(L, 3, p, p) float32 pixel values and (n, 2) int64 grids of upright pictures in mode L, LA, RGB or RGBA.
+    """(L, 3, p, p) float32 pixel values and (n, 2) int64 grids of upright images in mode L, LA, RGB or RGBA.
 
-    ValueError as in `image_geometry`. Needs at least one picture.
+    ValueError as in `image_geometry`. Needs at least one image.
     """
     pixel_values, grids = [], []
     for image in images:
@@ -44,7 +46,7 @@ def reference_preprocess(
 
 
 def resize(image: Image.Image, geometry: ImageGeometry) -> Image.Image:
-    """PIL bicubic, in the picture's own mode, only where the limit asks for it."""
+    """PIL bicubic in the image's mode, where the geometry gives another size."""
     size = (geometry.resized_width, geometry.resized_height)
     return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 

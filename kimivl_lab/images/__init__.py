@@ -1,1 +1,1 @@
-"""From files to patches: reading pictures, counting their sizes, cutting and normalising them."""
+"""From files to patches: reading images, counting their sizes, cutting and normalising them."""

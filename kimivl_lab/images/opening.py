@@ -4,7 +4,7 @@
 that have a signature and a decoder inside Pillow. EPS, PDF, WMF and the stub formats start external programs or have no
 decoder, and are not in the list.
 
-Test: tests/test_image_files.py, tests/test_faults_images.py.
+Test: tests/test_faults_images.py, tests/test_fuzz_images.py.
 """
 
 import io

@@ -1,7 +1,9 @@
-"""Resized 8-bit pictures -> packed patches: pad or crop, patchify, normalise.
+"""Resized 8-bit images -> packed patches: pad or crop, patchify, normalise.
 
-The picture stays in uint8 until its patches lie in place, then one pass turns them into float32 with exactly the
+The image stays in uint8 until its patches lie in place, then one pass turns them into float32 with exactly the
 reference's arithmetic, ((x / 255) - mean) / std in float32 (checked for all 256 levels).
+
+Test: tests/test_image_processor.py.
 """
 
 from collections.abc import Sequence
@@ -34,7 +36,7 @@ def normalising_steps(mean: float, std: float) -> Steps:
 
 
 def write_patches(content: np.ndarray, geometry: ImageGeometry, patch_size: int, out: np.ndarray) -> None:
-    """Writes one picture's patches, row-major over the grid, un-normalised; padding is 0.
+    """Writes one image's patches, row-major over the grid, un-normalised; padding is 0.
 
     Args:
         content: (resized_height, resized_width, 3) uint8. With padding all of it is kept; without, its centre.

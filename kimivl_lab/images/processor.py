@@ -7,7 +7,7 @@ loading (`loading`: upright, 8 bits, alpha); PIL bicubic resize in the image's m
 
 Source: the published KimiVLImageProcessor and preprocessor_config.json of Kimi-VL-A3B-Instruct.
 
-Test: tests/test_image_processor.py, tests/test_faults_images.py. Record: preprocess__*.csv.
+Test: tests/test_image_processor.py, tests/test_faults_images.py, tests/test_fuzz_images.py. Record: preprocess__*.csv.
 """
 
 import difflib

@@ -9,7 +9,7 @@ An image that the caller has decoded already is what Pillow made of it: 16-bit c
 
 Sources: TIFF 6.0, sections 3 to 8 and 19; PNG, 11.3.2.1 (tRNS); JPEG 2000 part 1, A.5.1 (SIZ).
 
-Test: tests/test_image_samples.py.
+Test: tests/test_image_samples.py, tests/test_fuzz_images.py.
 """
 
 import struct
