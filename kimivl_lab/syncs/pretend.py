@@ -410,6 +410,18 @@ class PretendStream:
     synchronize = _synchronize
 
 
+_group_by_device = torch._C._group_tensors_by_device_and_dtype
+
+
+def _group_by_pretended_device(tensors: Any, with_indices: bool = False) -> dict[Any, Any]:
+    """The groups of torch's foreach functions: C++ sees host tensors, so the device of each group is put right."""
+    groups = _group_by_device(tensors, with_indices).items()
+    return {
+        (DEVICE if any(isinstance(tensor, DeviceTensor) for tensor in lists[0]) else device, dtype): (lists, indices)
+        for (device, dtype), (lists, indices) in groups
+    }
+
+
 _STREAM = PretendStream()
 # What is put in place of torch's own while a device is entered.
 _TORCH_CUDA = (
@@ -422,4 +434,5 @@ _TORCH_CUDA = (
     (torch.cuda, "stream", lambda stream: stream or _STREAM),
     (torch.cuda, "set_stream", lambda stream: None),
     (torch.cuda, "current_device", lambda: DEVICE.index),
+    (torch._C, "_group_tensors_by_device_and_dtype", _group_by_pretended_device),
 )

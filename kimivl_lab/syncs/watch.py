@@ -158,4 +158,6 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
+    if tensor.layout != torch.strided:
+        return id(tensor)  # a sparse tensor has no storage; `kept` keeps its id from being used again
     return tensor.untyped_storage()._cdata
