@@ -157,7 +157,7 @@ class RankBench:
         """
         for case in SAME_CALL_CASES:
             grids = CALIBRATION[case]
-            pixels = torch.zeros(sum(patch_counts(grids)), 3, 14, 14)
+            pixels = torch.zeros(sum(patch_counts(grids)), 3, 14, 14, device="cpu")
             gathered = torch.zeros(len(pixels), self.whole.config.hidden_size, device=self.options.device)
             gather = partial(all_gather, gathered, gathered.chunk(self.group.size())[0].clone(), self.group)
             compare = partial(self._compare_and, gather, grids, pixels)

@@ -95,7 +95,7 @@ def _equal(answer: Any, expected: Any, rtol: float) -> bool:
     if isinstance(expected, np.ndarray | Tensor):
         if not isinstance(answer, np.ndarray | Tensor) or tuple(answer.shape) != tuple(expected.shape):
             return False
-        got, want = (torch.as_tensor(one).detach().cpu() for one in (answer, expected))
+        got, want = (torch.as_tensor(one, device="cpu").detach() for one in (answer, expected))
         same_kind = got.is_floating_point() == want.is_floating_point()
         allowed = rtol * float(want.double().abs().max()) if want.numel() else 0.0
         return same_kind and bool(((got.double() - want.double()).abs() <= allowed).all())
