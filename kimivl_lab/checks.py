@@ -7,6 +7,7 @@ import difflib
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 
@@ -24,6 +25,12 @@ def as_positive(name: str, value: Any, most: int | None = None) -> int:
     if most is not None and whole > most:
         raise ValueError(f"{name} must be at most {most}, got {whole}")
     return whole
+
+
+def as_not_negative(name: str, value: Any) -> int:
+    """`value` as a plain int of 0 or more. ValueError as in `as_positive`."""
+    zero = isinstance(value, Integral) and not isinstance(value, bool) and value == 0
+    return 0 if zero else as_positive(f"{name}, if not 0,", value)
 
 
 def as_positive_pair(name: str, values: Any) -> tuple[int, int]:

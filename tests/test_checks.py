@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kimivl_lab.checks import as_positive, as_positive_pair, require_known_kwargs
+from kimivl_lab.checks import as_not_negative, as_positive, as_positive_pair, require_known_kwargs
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3), np.array(3), torch.tensor(3)])
@@ -26,6 +26,13 @@ def test_a_largest_value_is_named():
     assert as_positive("size", 9, most=9) == 9
     with pytest.raises(ValueError, match="size must be at most 9, got 10"):
         as_positive("size", 10, most=9)
+
+
+def test_zero_is_not_negative_and_the_rest_is_as_for_positive_integers():
+    assert [as_not_negative("price", zero) for zero in (0, np.int64(0), 7)] == [0, 0, 7]
+    for value in (-1, 0.0, False, None, "0"):
+        with pytest.raises(ValueError, match="price"):
+            as_not_negative("price", value)
 
 
 @pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])

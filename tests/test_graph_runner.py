@@ -72,6 +72,19 @@ def test_results_come_in_the_order_of_the_images_whatever_the_packing(packing):
     assert runner.stats.eager["too large"].images == 1
 
 
+def test_a_price_of_replays_merges_them_and_a_cpu_charges_none():
+    tower, grids = small_tower(seed=4), [(4, 4), (4, 4), (4, 4)]
+    pixels = pixels_for(grids)
+    want = eager(tower, pixels, grids)
+    replays = {}
+    for replay_cost in (None, 0, 3, 4):
+        runner = EncoderCudaGraphRunner(tower, [4, 16], max_images=3, replay_cost=replay_cost)
+        assert relative_error(runner(pixels, grids), want) < 1e-5
+        replays[replay_cost] = {budget: calls.calls for budget, calls in runner.stats.graphs.items() if calls.calls}
+    three, one = {4: 3}, {16: 1}
+    assert replays == {None: three, 0: three, 3: one, 4: one}, "12 rows and 3 prices, or 16 rows and 1"
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "sdpa_masked"])
 @pytest.mark.parametrize("rope", ["complex", "real", "in_place"])
 def test_every_attention_and_rope_that_can_be_recorded(attention, rope):
@@ -256,6 +269,7 @@ def test_arguments_are_checked_before_any_work():
     tower = small_tower()
     bad: list[tuple[dict[str, Any], str]] = [
         ({"packing": "best"}, "unknown packing 'best'"),
+        ({"replay_cost": -1}, "replay_cost.*-1"),
         ({"poison": ["all"]}, "'pool' and 'padding' are known, not all"),
         ({"max_images": 0}, "max_images must be a positive integer, got 0"),
     ]

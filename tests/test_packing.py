@@ -29,20 +29,20 @@ def batches(draw, most_images=12):
     return tokens, budgets, draw(st.integers(1, 6))
 
 
-def price(replays):
-    """(rows, replays) of the graphs."""
+def price(replays, replay_cost=0):
+    """(rows and price, replays) of the graphs."""
     rows = [replay.budget for replay in replays if replay.budget]
-    return sum(rows), len(rows)
+    return sum(rows) + replay_cost * len(rows), len(rows)
 
 
-def cheapest_partition(tokens, budgets, max_images, partitions):
-    """The least (rows, replays) over partitions, each a list of groups of positions."""
+def cheapest_partition(tokens, budgets, max_images, partitions, replay_cost=0):
+    """The least (rows and price, replays) over partitions, each a list of groups of positions."""
     prices = []
     for partition in partitions:
         totals = [sum(tokens[i] for i in group) for group in partition]
         if all(len(group) <= max_images for group in partition) and all(total <= max(budgets) for total in totals):
             rows = [min(budget for budget in budgets if budget >= total) for total in totals]
-            prices.append((sum(rows), len(rows)))
+            prices.append((sum(rows) + replay_cost * len(rows), len(rows)))
     return min(prices)
 
 
@@ -107,22 +107,27 @@ def test_greedy_runs_end_where_their_rule_says_and_nowhere_else(name, defers, ba
     assert all(ends(run, after[0]) for run, after in itertools.pairwise(runs))
 
 
-@given(batches(most_images=8))
+prices = st.sampled_from([0, 1, 7, 40, 10_000])
+
+
+@given(batches(most_images=8), prices)
 @settings(deadline=None)
-def test_exact_has_the_fewest_rows_of_all_cuts_and_of_those_the_fewest_replays(batch):
+def test_exact_has_the_least_rows_and_price_of_all_cuts_and_of_those_the_fewest_replays(batch, replay_cost):
     tokens, budgets, max_images = batch
     fitting = sorted(count for count in tokens if count <= max(budgets))
-    least = cheapest_partition(fitting, budgets, max_images, contiguous(len(fitting)))
-    assert price(pack_exact(tokens, budgets, max_images)) == least
+    least = cheapest_partition(fitting, budgets, max_images, contiguous(len(fitting)), replay_cost)
+    assert price(pack_exact(tokens, budgets, max_images, replay_cost), replay_cost) == least
 
 
-@given(batches())
+@given(batches(), prices)
 @settings(deadline=None, max_examples=300)
-def test_exact_never_costs_more_than_a_greedy_rule(batch):
+def test_exact_never_costs_more_than_a_greedy_rule(batch, replay_cost):
     tokens, budgets, max_images = batch
-    exact = price(pack_exact(tokens, budgets, max_images))
+    exact = price(pack(tokens, budgets, max_images, "exact", replay_cost), replay_cost)
     for greedy in ("next_fit", "next_fit_deferred"):
-        assert exact <= price(pack(tokens, budgets, max_images, greedy))
+        replays = pack(tokens, budgets, max_images, greedy, replay_cost)
+        assert exact <= price(replays, replay_cost)
+        assert replays == pack(tokens, budgets, max_images, greedy), "a greedy rule is the engine's: it knows no price"
 
 
 def test_groups_that_are_no_runs_would_save_little():
@@ -140,6 +145,21 @@ def test_groups_that_are_no_runs_would_save_little():
 
 def test_ties_are_broken_towards_fewer_replays():
     assert pack_exact([10, 10, 10, 10], [10, 20, 40], 8) == [Replay((0, 1, 2, 3), 40, 40)]
+
+
+def test_a_price_merges_replays_from_the_price_of_the_padding_on():
+    tokens, budgets = [90, 100, 1000], [256, 1024, 2048]
+    padding = 2048 - 256 - 1024
+    assert len(pack(tokens, budgets, 8, replay_cost=padding - 1)) == 2
+    assert len(pack(tokens, budgets, 8, replay_cost=padding)) == 1, "of equal cost, fewer replays"
+    eight = pack([64] * 8, [64, 512], 8, replay_cost=1)
+    assert [(replay.budget, len(replay.images)) for replay in eight] == [(512, 8)]
+
+
+@pytest.mark.parametrize("replay_cost", [-1, 1.5, True, "3", None])
+def test_a_price_is_a_whole_number_of_rows(replay_cost):
+    with pytest.raises(ValueError, match="replay_cost"):
+        pack([3], [4], 1, replay_cost=replay_cost)
 
 
 def test_the_deferred_rule_leaves_a_large_image_alone():
@@ -209,13 +229,13 @@ def test_many_calls_at_once_are_packed_as_one_by_one(name, data):
     images = data.draw(st.integers(1, 6))
     calls = data.draw(st.lists(st.lists(st.integers(1, 70), min_size=images, max_size=images), min_size=1, max_size=5))
     budgets = sorted(data.draw(st.sets(st.integers(1, 60), min_size=1, max_size=5)))
-    max_images = data.draw(st.integers(1, 6))
+    max_images, replay_cost = data.draw(st.integers(1, 6)), data.draw(prices)
     weights = np.arange(1.0, len(calls) + 1)
-    together = pack_many(Traffic(np.sort(calls, axis=1), weights), budgets, max_images, name)
+    together = pack_many(Traffic(np.sort(calls, axis=1), weights), budgets, max_images, name, replay_cost)
     got = sorted(zip(together.weights, together.tokens, together.steps, strict=True))
     want = sorted(
         (weight, replay.tokens, len(budgets) if replay.budget is None else budgets.index(replay.budget))
         for weight, call in zip(weights, calls, strict=True)
-        for replay in pack(call, budgets, max_images, name)
+        for replay in pack(call, budgets, max_images, name, replay_cost)
     )
     assert got == want

@@ -7,7 +7,13 @@ image that is larger than every budget runs eager, alone. Images of 90, 100 and 
 
     next_fit            one replay of 2048     fills a run up to the LARGEST budget; vLLM before 0.32
     next_fit_deferred   replays of 256, 1024   closes a run early where two budgets are smaller than one; vLLM 0.32
-    exact               replays of 256, 1024   the cut with the fewest rows; of equal cuts the one with fewer replays
+    exact               replays of 256, 1024   the cut with the least rows + replays * price; of equal cuts the one with
+                                               fewer replays
+
+Time has two parts: rows, and the fixed time of every replay. `replay_cost` is the price of a replay, the rows that the
+device could compute in that fixed time. With a price of 800 rows the exact packer merges the call above into one replay
+of 2048, because 256 + 1024 + 2 * 800 is more than 2048 + 800. Where the price comes from: `planner/replay_cost.py`. The
+greedy rules are an engine's and know no price.
 
 `pack` packs one call and is the reference. `pack_many` packs many calls of one size at once, over arrays, for the
 planner; `test_many_calls_at_once_are_packed_as_one_by_one` compares the two. This module imports no torch, because the
@@ -23,7 +29,7 @@ from functools import partial
 
 import numpy as np
 
-from ..checks import as_positive
+from ..checks import as_not_negative, as_positive
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,9 @@ class Replay:
         return self.tokens if self.budget is None else self.budget
 
 
-def pack(tokens: Sequence[int], budgets: Iterable[int], max_images: int, packing: str = "exact") -> list[Replay]:
+def pack(
+    tokens: Sequence[int], budgets: Iterable[int], max_images: int, packing: str = "exact", replay_cost: int = 0
+) -> list[Replay]:
     """Packs one call by the rule called `packing`.
 
     Example: `pack([10, 10, 10, 10], [10, 20, 40], 8)` is one replay of 40.
@@ -50,13 +58,16 @@ def pack(tokens: Sequence[int], budgets: Iterable[int], max_images: int, packing
         budgets: merged tokens of the captured graphs, in any order; repeats count once.
         max_images: most images in one replay.
         packing: a key of `PACKERS`.
+        replay_cost: the price of one replay in rows, 0 or more; only "exact" uses it.
 
     Raises:
-        ValueError: an unknown rule; no budgets; tokens, a budget or `max_images` that is not a positive integer.
+        ValueError: an unknown rule; no budgets; tokens, a budget or `max_images` that is not a positive integer; a
+            `replay_cost` that is not an integer of 0 or more.
     """
     if packing not in PACKERS:
         raise ValueError(f"unknown packing {packing!r}: one of {', '.join(PACKERS)}")
-    return PACKERS[packing](tokens, budgets, max_images)
+    price = as_not_negative("replay_cost", replay_cost)
+    return PACKERS[packing](tokens, budgets, max_images, **({"replay_cost": price} if packing == "exact" else {}))
 
 
 def pack_greedily(tokens: Sequence[int], budgets: Iterable[int], max_images: int, *, deferred: bool) -> list[Replay]:
@@ -85,18 +96,18 @@ def pack_greedily(tokens: Sequence[int], budgets: Iterable[int], max_images: int
     return [Replay(tuple(run), held, smallest(held)) for run, held in runs] + eager
 
 
-def pack_exact(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -> list[Replay]:
-    """The cut of the sorted images with the fewest rows; of equal cuts, one with the fewest replays.
+def pack_exact(tokens: Sequence[int], budgets: Iterable[int], max_images: int, replay_cost: int = 0) -> list[Replay]:
+    """The cut of the sorted images with the least rows + replays * replay_cost; of equal cuts, the fewest replays.
 
     Dynamic programming over where the last run begins, O(n * max_images):
 
-        best[end] = min over start of best[start] + (B(tokens of start..end-1), 1)        pairs (rows, replays)
+        best[end] = min over start of best[start] + (B(tokens of start..end-1) + replay_cost, 1)
 
-    The result never has more rows than a greedy rule's. Groups of images that are not neighbours in the sorted order
-    are not tried, though some need fewer rows.
+    in pairs (cost, replays). The result never costs more than a greedy rule's. Groups of images that are not neighbours
+    in the sorted order are not tried, though some cost less.
     """
     tokens, ladder, order, eager = _prepare(tokens, budgets, max_images)
-    best = [(0, 0)]  # by number of images: (rows, replays) of the first so many
+    best = [(0, 0)]  # by number of images: (cost, replays) of the first so many
     cuts: list[tuple[int, int, int]] = []  # by end - 1: where the last run begins, its tokens, its budget
     for end in range(1, len(order) + 1):
         options, held = [], 0
@@ -105,19 +116,20 @@ def pack_exact(tokens: Sequence[int], budgets: Iterable[int], max_images: int) -
             if held > ladder[-1]:
                 break
             budget = ladder[bisect_left(ladder, held)]
-            options.append(((best[start][0] + budget, best[start][1] + 1), (start, held, budget)))
+            cost, replays = best[start]
+            options.append(((cost + budget + replay_cost, replays + 1), (start, held, budget)))
         least, cut = min(options, key=lambda option: option[0])
         best.append(least)
         cuts.append(cut)
-    replays, end = [], len(order)
+    runs, end = [], len(order)
     while end:
         start, held, budget = cuts[end - 1]
-        replays.append(Replay(tuple(order[start:end]), held, budget))
+        runs.append(Replay(tuple(order[start:end]), held, budget))
         end = start
-    return replays[::-1] + eager
+    return runs[::-1] + eager
 
 
-PACKERS: dict[str, Callable[[Sequence[int], Iterable[int], int], list[Replay]]] = {
+PACKERS: dict[str, Callable[..., list[Replay]]] = {  # each takes (tokens, budgets, max_images)
     "next_fit": partial(pack_greedily, deferred=False),
     "next_fit_deferred": partial(pack_greedily, deferred=True),
     "exact": pack_exact,
@@ -179,23 +191,25 @@ class Replays:
     steps: np.ndarray
 
 
-def pack_many(calls: Traffic, budgets: Sequence[int], max_images: int, packing: str = "exact") -> Replays:
+def pack_many(
+    calls: Traffic, budgets: Sequence[int], max_images: int, packing: str = "exact", replay_cost: int = 0
+) -> Replays:
     """Packs every call as `pack` does.
 
     Args:
         budgets: merged tokens, ascending, each once.
-        max_images, packing: as of `pack`.
+        max_images, packing, replay_cost: as of `pack`.
     """
     ladder = np.asarray(budgets, dtype=np.int64)
     if packing == "exact":
-        return _pack_many_exactly(calls, ladder, max_images)
+        return _pack_many_exactly(calls, ladder, max_images, replay_cost)
     return _pack_many_greedily(calls, ladder, max_images, deferred=packing == "next_fit_deferred")
 
 
-def _pack_many_exactly(calls: Traffic, ladder: np.ndarray, max_images: int) -> Replays:
+def _pack_many_exactly(calls: Traffic, ladder: np.ndarray, max_images: int, replay_cost: int) -> Replays:
     count, images = calls.tokens.shape
-    # One integer orders (rows, replays): a call has at most `images` replays, so one row outweighs all of them.
-    price = np.append(ladder * (images + 1) + 1, np.iinfo(np.int64).max // 4)
+    # One integer orders (cost, replays): a call has at most `images` replays, so one row outweighs all of them.
+    price = np.append((ladder + replay_cost) * (images + 1) + 1, np.iinfo(np.int64).max // 4)
     offsets = np.concatenate((np.zeros((count, 1), dtype=np.int64), calls.tokens.cumsum(axis=1)), axis=1)
     best = np.zeros((count, images + 1), dtype=np.int64)
     cuts = np.zeros((count, images + 1), dtype=np.int64)  # by end: where the last run begins

@@ -26,6 +26,7 @@ from ..config import MoonViTConfig
 from ..geometry import GridLike, as_grid_list
 from ..moonvit.model import MoonVitPretrainedModel
 from ..parallel.calls import describe_images, same_call
+from ..planner.replay_cost import REPLAY_COST
 from .cuda import CapturedGraph, CudaBackend
 from .guards import position_caches_untouched
 from .inputs import EncoderItemSpec, StaticInputs, SupportsEncoderCudaGraph, TowerGraphs
@@ -56,6 +57,10 @@ class EncoderCudaGraphRunner:
         max_images: most images in one replay; may exceed the smallest budget.
         backend: "cuda", "trace" (on a CPU) or "auto".
         packing: how several images share replays, a key of `PACKERS`.
+        replay_cost: the fixed time of a replay, in merged tokens that the device computes in it; packing "exact"
+            accepts more padding where that saves replays. None: 0 on a CPU, where an operator starts in microseconds
+            and a token takes milliseconds, so that ties alone go to fewer replays; the planner's price of an H100 on a
+            GPU. `kimivl_lab.planner.replay_cost` predicts or measures it for another one.
         max_waste: highest allowed ratio of computed to real merged tokens; above it images run eager. None: no limit.
         pixel_dtype: of the patches that will come: the tower's floats when None, torch.uint8 for raw ones. The other
             kind runs eager.
@@ -78,6 +83,7 @@ class EncoderCudaGraphRunner:
         *,
         backend: str = "auto",
         packing: str = "exact",
+        replay_cost: int | None = None,
         max_waste: float | None = 2.0,
         pixel_dtype: torch.dtype | None = None,
         tensor_parallel_group: ProcessGroup | None = None,
@@ -86,7 +92,7 @@ class EncoderCudaGraphRunner:
         self.model = TowerGraphs(model) if isinstance(model, MoonVitPretrainedModel) else model
         self.max_images = as_positive("max_images", max_images)
         self.budgets = _checked(budgets, self.model.get_encoder_cudagraph_budget_range(self.max_images)[1])
-        pack([], self.budgets, self.max_images, packing)  # an unknown name is an error now
+        pack([], self.budgets, self.max_images, packing, replay_cost or 0)  # what cannot be used is an error now
         if max_waste is not None and not max_waste >= 1:
             raise ValueError(f"max_waste is computed over real tokens, at least 1, got {max_waste}")
         if tensor_parallel_group is not None and (name := get_backend(tensor_parallel_group)) != "nccl":
@@ -94,6 +100,7 @@ class EncoderCudaGraphRunner:
         if unknown := set(poison) - {"pool", "padding"}:
             raise ValueError(f"poison: 'pool' and 'padding' are known, not {', '.join(sorted(unknown))}")
         self.packing, self.max_waste = packing, max_waste
+        self._replay_cost = replay_cost
         self.pixel_dtype = pixel_dtype
         self.tensor_parallel_group = tensor_parallel_group
         self.poison = poison
@@ -116,6 +123,13 @@ class EncoderCudaGraphRunner:
     @property
     def dtype(self) -> torch.dtype:
         return self.tower.dtype
+
+    @property
+    def replay_cost(self) -> int:
+        """Rows that one replay counts as beside its own; see the class."""
+        if self._replay_cost is not None:
+            return self._replay_cost
+        return REPLAY_COST if self.device.type == "cuda" else 0
 
     def reset(self) -> None:
         """Drops graphs, buffers and counters; the next call captures anew, with the weights as they are then."""
@@ -240,7 +254,7 @@ class EncoderCudaGraphRunner:
         if pixel_dtype.is_floating_point != (self.pixel_dtype or self.dtype).is_floating_point:
             return [(Replay(tuple(range(len(specs))), sum(tokens), None), self._eager("pixels"))]
         plan: list[tuple[Replay, Calls]] = []
-        for replay in pack(tokens, self.budgets, self.max_images, self.packing):
+        for replay in pack(tokens, self.budgets, self.max_images, self.packing, self.replay_cost):
             if replay.budget is None:
                 plan.append((replay, self._eager("too large")))
             elif self.max_waste is not None and replay.rows > self.max_waste * replay.tokens:

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..checks import as_positive
+import numpy as np
+
+from ..checks import as_not_negative, as_positive
 from ..graphs.packing import Replays, Traffic, pack_many
 from .engines import ENGINES, LabEngine, static_bytes
+from .replay_cost import eager_cost
 from .workload import Size, TokenCounts, all_calls_of_one, count_tokens, draw_calls
 
 
@@ -23,6 +26,8 @@ class PlanInputs:
         images_per_call: ascending, each number once.
         max_images: most images in one replay.
         largest_rows: most merged tokens that one graph may compute; an image that needs more runs eager.
+        replay_cost: the price of one replay, in rows.
+        default_largest: the largest budget that vLLM makes by itself.
         seed: of the drawn calls.
     """
 
@@ -31,6 +36,8 @@ class PlanInputs:
     engine: LabEngine
     max_images: int
     largest_rows: float
+    replay_cost: int
+    default_largest: int
     seed: int
 
     @classmethod
@@ -43,6 +50,8 @@ class PlanInputs:
         max_images: int | None,
         memory_limit: int | None,
         in_token_limit: int,
+        replay_cost: int,
+        max_batched_tokens: int,
         seed: int,
     ) -> "PlanInputs":
         """The inputs of `plan_budgets`, whose docstring has the meaning of each argument and the errors."""
@@ -61,7 +70,11 @@ class PlanInputs:
         if max_images is None:
             max_images = ENGINES[engine].default_max_images(int(workload.tokens[-1]), together[-1])
         slots = as_positive("max_images", max_images)
-        return cls(workload, together, ENGINES[engine], slots, largest_rows, seed)
+        most = as_positive("max_batched_tokens", max_batched_tokens)
+        if engine == "vllm":  # no call is larger, unless one image alone is
+            largest_rows = min(largest_rows, max(most, ENGINES[engine].rows(int(workload.tokens[-1]), slots)))
+        price = as_not_negative("replay_cost", replay_cost)
+        return cls(workload, together, ENGINES[engine], slots, largest_rows, price, most, seed)
 
     def rows(self, tokens: int) -> int:
         """Merged tokens that the smallest graph computes that holds `tokens`."""
@@ -94,4 +107,13 @@ class PlanInputs:
 
     def pack(self, calls: Traffic, budgets: Sequence[int]) -> Replays:
         """The replays of the calls, packed as the engine does."""
-        return pack_many(calls, budgets, self.max_images, self.engine.packing)
+        return pack_many(calls, budgets, self.max_images, self.engine.packing, self.replay_cost)
+
+    def cost(self, replays: Replays, budgets: Sequence[int]) -> np.ndarray:
+        """(R,) predicted time of each replay, in rows: what its graph computes and the price of a replay.
+
+        A replay that no budget holds runs eager: its tokens, and what the launches of an eager call cost.
+        """
+        eager = replays.steps == len(budgets)
+        rows = np.array([*map(self.rows, budgets), 0])[replays.steps]
+        return np.where(eager, replays.tokens + eager_cost(self.replay_cost), rows + self.replay_cost)

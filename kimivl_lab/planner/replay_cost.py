@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import as_positive
 from ..gpus import Gpu
 
 KERNELS_OF_A_BLOCK, OTHER_KERNELS = 13, 4
@@ -52,11 +51,6 @@ def predicted_replay_cost(gpu: Gpu) -> int:
 def eager_cost(replay_cost: int) -> int:
     """Rows that an eager call costs beside its own, where a replay costs `replay_cost`."""
     return round(replay_cost * LAUNCH_S / KERNEL_FLOOR_S)
-
-
-def as_replay_cost(value: Any) -> int:
-    """`value` as a plain int of 0 or more. ValueError for anything else."""
-    return 0 if type(value) is int and value == 0 else as_positive("replay_cost, unless it is 0,", value)
 
 
 def measured_replay_cost(rows: Iterable[Mapping[str, Any]]) -> int:

@@ -1,29 +1,33 @@
-"""Finds the budgets that compute the fewest tokens: exact for one image in a call, a search for several.
+"""Finds the budgets with the least predicted time: exact for one image in a call, a search for several.
+
+Time is counted in rows: the tokens that replays compute, and a price for each replay (`replay_cost.py`).
 
 With one image in a call, each image is a replay alone, and the best budgets are a staircase over the images' tokens
 (`staircase.py`). With several, two steps take turns: pack the calls into the present budgets, then find the best
-staircase over the totals of those replays. With exact packing neither step can compute more tokens, so the turns end.
-After that, each budget is tried at other totals, and a move that computes fewer tokens is kept. The search runs twice,
-from the best budgets for single images and from the best budgets for whole calls, because each can end in another
-minimum.
+staircase over the totals of those replays. With exact packing neither step can take more time, so the turns end.
+After that, each budget is tried at other totals, and a move that takes less time is kept. The search runs twice, from
+the best budgets for single images and from the best budgets for whole calls, because each can end in another minimum.
+vLLM's own budgets are compared with both results.
 
 Test: tests/test_budgets.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import combinations
 from typing import TypeAlias
 
 import numpy as np
 
 from .inputs import PlanInputs
 from .staircase import best_steps
+from .vllm import powers_of_two
 
 Budgets: TypeAlias = tuple[int, ...]
 
 SEEN_CALLS = 256  # drawn for the search, for each number of images in a call
 _MOVES = 48  # totals at which each budget is tried
 _PASSES = 4  # over all budgets; most searches end after two
-_TIE = 1.005  # of results within 0.5 %, less than the drawn calls can tell apart, the one with least memory is taken
+_TIE = 1.005  # results within 0.5 %, less than the drawn calls can tell apart, tie
 
 
 def search_budgets(
@@ -42,13 +46,39 @@ def search_budgets(
         return single
     search = _Search(inputs, graphs)
     whole_calls = best_for_totals(inputs, *search.totals_of_calls(), graphs)
-    found = [single, whole_calls]
+    found = [single, whole_calls, *search.own_budgets()]
     for begun, start in ((0.0, single), (0.5, whole_calls)):
         found.append(search.improve(start, lambda share, begun=begun: on_progress(begun + share / 2)))
     on_progress(1.0)
+    found = [search.without_unused(budgets) for budgets in found]
     close = [budgets for budgets in found if search.cost(budgets) <= _TIE * min(map(search.cost, found))]
-    lightest = min(close, key=lambda one: (inputs.engine.memory(one, inputs.max_images), search.cost(one)))
-    return search.without_unused(lightest)
+    return min(close, key=search.rank)
+
+
+def times_by_graphs(inputs: PlanInputs, budgets: Budgets, most: int) -> dict[int, float]:
+    """Predicted time / real rows for at most 1, 2, .. `most` graphs: what one graph more would buy.
+
+    Exact for one image in a call. For several, budgets are taken from `budgets` or added to them one by one, each time
+    the one that leaves the least time: a search that is less thorough than the plan's.
+    """
+    search = _Search(inputs, most)
+    if inputs.images_per_call == (1,):
+        counts = inputs.workload.tokens, inputs.workload.counts
+        ladders = [best_for_totals(inputs, *counts, number) for number in range(1, most + 1)]
+    else:
+        ladders, fewer, more = [budgets], budgets, budgets
+        while smaller := [
+            one for one in combinations(fewer, len(fewer) - 1) if one and one[-1] >= inputs.largest_image
+        ]:
+            ladders.append(fewer := min(smaller, key=search.cost))
+        while len(more) < most and (larger := search.with_one_moved(more, len(more))):
+            ladders.append(more := min(larger, key=search.cost))
+    cost = search.cost
+    return {
+        number: min(map(cost, few))
+        for number in range(1, most + 1)
+        if (few := [one for one in ladders if len(one) <= number])
+    }
 
 
 def best_for_totals(inputs: PlanInputs, tokens: np.ndarray, weights: np.ndarray, graphs: int) -> Budgets:
@@ -85,24 +115,46 @@ class _Search:
         weights = [calls.weights / calls.real_rows for calls in self.calls]
         return np.concatenate([calls.tokens.sum(axis=1) for calls in self.calls]), np.concatenate(weights)
 
-    def cost(self, budgets: Budgets) -> float:
-        """Tokens computed by graphs / real tokens, the mean over the numbers of images in a call.
+    def replays_in(self, budgets: Budgets) -> tuple[np.ndarray, np.ndarray]:
+        """(m,) merged tokens of each replay of the calls, and (m,) its weight."""
+        replays = [self.inputs.pack(calls, budgets) for calls in self.calls]
+        weights = [packed.weights / calls.real_rows for packed, calls in zip(replays, self.calls, strict=True)]
+        return np.concatenate([packed.tokens for packed in replays]), np.concatenate(weights)
 
-        Eager replays are not counted: the images above the limit of memory are the same for all budgets.
-        """
+    def cost(self, budgets: Budgets) -> float:
+        """Predicted time in rows / real rows, the mean over the numbers of images in a call."""
         if budgets not in self._costs:
-            rows = np.array([*map(self.inputs.rows, budgets), 0])
             costs = []
             for calls in self.calls:
                 replays = self.inputs.pack(calls, budgets)
-                costs.append(replays.weights @ rows[replays.steps] / calls.real_rows)
+                costs.append(replays.weights @ self.inputs.cost(replays, budgets) / calls.real_rows)
             self._costs[budgets] = float(np.mean(costs))
         return self._costs[budgets]
 
+    def rank(self, budgets: Budgets) -> tuple[float, float, float]:
+        """What decides a tie: fewer replays (to a tenth of a replay a call), then less memory, then less time."""
+        counts = [self.inputs.pack(calls, budgets).weights.sum() / calls.weights.sum() for calls in self.calls]
+        memory = self.inputs.engine.memory(budgets, self.inputs.max_images)
+        return round(float(np.mean(counts)), 1), memory, self.cost(budgets)
+
+    def own_budgets(self) -> list[Budgets]:
+        """vLLM's own budgets that are used, each as large as its graph computes; none where they are too many."""
+        inputs = self.inputs
+        rounded = {inputs.budget_for(budget) for budget in powers_of_two(most=inputs.default_largest)}
+        own = tuple(sorted(budget for budget in rounded if budget is not None))
+        if not own or own[-1] < inputs.largest_image:
+            return []
+        used = self.without_unused(own)
+        return [used] if len(used) <= self.graphs else []
+
     def without_unused(self, budgets: Budgets) -> Budgets:
-        """The budgets that some drawn call is replayed in, and the largest."""
+        """The budgets that some drawn call is replayed in, and the largest.
+
+        Without a budget a greedy rule may cut the calls in another way, which may leave another one unused.
+        """
         used = {step for calls in self.calls for step in self.inputs.pack(calls, budgets).steps.tolist()}
-        return tuple(budget for step, budget in enumerate(budgets) if step in used or budget == budgets[-1])
+        kept = tuple(budget for step, budget in enumerate(budgets) if step in used or budget == budgets[-1])
+        return kept if kept == budgets else self.without_unused(kept)
 
     def improve(self, budgets: Budgets, on_progress: Callable[[float], object]) -> Budgets:
         """Alternates and moves until neither lowers the cost, or all passes are done."""
@@ -111,7 +163,7 @@ class _Search:
             before = budgets
             positions = min(self.graphs, len(self.moves))  # more budgets than totals to move to would repeat some
             for position in range(positions):
-                budgets = min([budgets, *self._with_one_moved(budgets, position)], key=self.cost)
+                budgets = min([budgets, *self.with_one_moved(budgets, position)], key=self.cost)
                 on_progress((number * positions + position + 1) / (_PASSES * positions))
             budgets = self._alternate(budgets)
             if budgets == before:
@@ -121,21 +173,16 @@ class _Search:
     def _alternate(self, budgets: Budgets) -> Budgets:
         """Packs into the budgets, and fits the budgets to the packing, until the cost falls no more."""
         while True:
-            replays = [self.inputs.pack(calls, budgets) for calls in self.calls]
-            weights = [packed.weights / calls.real_rows for packed, calls in zip(replays, self.calls, strict=True)]
-            totals = np.concatenate([packed.tokens for packed in replays])
-            better = best_for_totals(self.inputs, totals, np.concatenate(weights), self.graphs)
+            better = best_for_totals(self.inputs, *self.replays_in(budgets), self.graphs)
             if self.cost(better) >= self.cost(budgets):
                 return budgets
             budgets = better
 
-    def _with_one_moved(self, budgets: Budgets, position: int) -> Iterator[Budgets]:
+    def with_one_moved(self, budgets: Budgets, position: int) -> list[Budgets]:
         """The budgets with the one at `position` at other totals; past the end, with one budget more."""
         others = budgets[:position] + budgets[position + 1 :]
-        for budget in self.moves:
-            moved = tuple(sorted({*others, budget}))
-            if moved[-1] >= self.inputs.largest_image:
-                yield moved
+        moved = (tuple(sorted({*others, budget})) for budget in self.moves if budget not in others)
+        return [one for one in moved if one[-1] >= self.inputs.largest_image]
 
 
 def _totals_of_runs(tokens: np.ndarray) -> np.ndarray:
