@@ -115,14 +115,14 @@ BAD_OFFSETS = [[4, 92], [0, 24, 20, 92], [0, 24, 96], [-4, 92], []]  # of the 92
 
 
 @pytest.mark.parametrize("offsets", BAD_OFFSETS, ids=str)
-def test_A14_the_operator_refuses_offsets_that_are_none(offsets):
+def test_S14_the_operator_refuses_offsets_that_are_none(offsets):
     for attend in (packed_attention, attend_packed):
         with pytest.raises(ValueError, match=f"rise from 0 to at most 92 patches, got {re.escape(str(offsets))}"):
             attend(*qkv(92), torch.tensor(offsets, dtype=torch.int32), 92, "sdpa")
 
 
 @pytest.mark.parametrize("offsets", [*BAD_OFFSETS, [0, 24, 28, 68]], ids=str)
-def test_A14_metadata_refuses_offsets_that_are_none(offsets):
+def test_S14_metadata_refuses_offsets_that_are_none(offsets):
     """So every backend does, whatever it reads: none can be given such metadata."""
     metadata = metadata_for(MIXED_GRIDS, max_images=6)
     with pytest.raises(
@@ -142,7 +142,7 @@ def test_other_segments_than_the_images_are_those_of_every_backend(offsets):
     assert segments.to("meta").seqlens == segments.seqlens != metadata.seqlens
 
 
-def test_A14_metadata_made_by_hand_is_checked_as_a_whole():
+def test_S14_metadata_made_by_hand_is_checked_as_a_whole():
     metadata = metadata_for(MIXED_GRIDS, max_images=6)
     assert metadata.to("meta").seqlens == metadata.seqlens == [24, 4, 40, 24]
     with pytest.raises(ValueError, match="int64"):
@@ -152,7 +152,7 @@ def test_A14_metadata_made_by_hand_is_checked_as_a_whole():
 
 
 @pytest.mark.parametrize("backend", CPU)
-def test_A14_fewer_patches_than_the_grids_need_are_refused(backend):
+def test_S14_fewer_patches_than_the_grids_need_are_refused(backend):
     with pytest.raises(ValueError, match="q holds 80 patches, .* need 92"):
         ATTENTION_BACKENDS[backend](*qkv(80), metadata_for(MIXED_GRIDS))
 
@@ -195,7 +195,7 @@ OBSERVED = {"alone": nullcontext, "profiler": profiled, "mode": Observing}
 
 @pytest.mark.parametrize("observed", OBSERVED)
 @pytest.mark.parametrize("backend", CPU)
-def test_B1_every_backend_has_the_reference_gradients(backend, observed):
+def test_W1_every_backend_has_the_reference_gradients(backend, observed):
     metadata = metadata_for([*MIXED_GRIDS, (4, 6)], max_images=7)
     want = gradients(eager_attention, metadata, 120)
     with OBSERVED[observed]():
@@ -206,7 +206,7 @@ def test_B1_every_backend_has_the_reference_gradients(backend, observed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_B1_the_operators_backward_keeps_the_dtype_within_its_rounding(dtype):
+def test_W1_the_operators_backward_keeps_the_dtype_within_its_rounding(dtype):
     metadata = metadata_for(MIXED_GRIDS)
     want = gradients(eager_attention, metadata, 92)
     operator = lambda q, k, v, m: packed_attention(q, k, v, m.cu_seqlens, m.max_seqlen, "sdpa")  # noqa: E731
@@ -214,14 +214,14 @@ def test_B1_the_operators_backward_keeps_the_dtype_within_its_rounding(dtype):
         assert ours.dtype == dtype and relative_error(ours, theirs) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
-def test_B1_the_operator_has_the_derivative_of_its_forward():
+def test_W1_the_operator_has_the_derivative_of_its_forward():
     """By finite differences, for offsets with an empty slot and rows of no image."""
     offsets = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
     tensors = [x.clone().requires_grad_() for x in qkv(6, heads=2, dim=4, dtype=torch.float64)]
     assert torch.autograd.gradcheck(lambda *x: packed_attention(*x, offsets, 3, "sdpa"), tensors)
 
 
-def test_B1_gradients_pass_through_a_compiled_graph():
+def test_W1_gradients_pass_through_a_compiled_graph():
     metadata = metadata_for(MIXED_GRIDS)
     compiled = torch.compile(ATTENTION_BACKENDS["sdpa"], backend="aot_eager", fullgraph=True)
     for ours, theirs in zip(gradients(compiled, metadata, 92), gradients(eager_attention, metadata, 92), strict=True):
@@ -230,7 +230,7 @@ def test_B1_gradients_pass_through_a_compiled_graph():
 
 @pytest.mark.parametrize("options", [{}, {"attention": "sdpa_masked"}, {"rope": "in_place"}, {"linear": "prepacked"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_B1_a_tower_in_training_has_the_same_gradients_under_a_profiler(options, dtype):
+def test_W1_a_tower_in_training_has_the_same_gradients_under_a_profiler(options, dtype):
     towers = [tiny_tower(seed=3, options=EncoderOptions(**options)).to(dtype) for _ in range(2)]
     for tower, observed in zip(towers, (nullcontext, profiled), strict=True):
         with observed():
@@ -241,7 +241,7 @@ def test_B1_a_tower_in_training_has_the_same_gradients_under_a_profiler(options,
 
 
 @pytest.mark.parametrize("kernel", ["flash_attn", "torch_varlen"])
-def test_B1_cuda_kernels_are_called_directly_for_their_own_backward(kernel, monkeypatch):
+def test_W1_cuda_kernels_are_called_directly_for_their_own_backward(kernel, monkeypatch):
     """The kernel is replaced by the reference, on a CPU: what is tested is that autograd sees through to it."""
     monkeypatch.setattr("kimivl_lab.moonvit.attention.attention_unavailable", lambda *_: None)
     seen = []
@@ -264,7 +264,7 @@ def test_B1_cuda_kernels_are_called_directly_for_their_own_backward(kernel, monk
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("observed", ["alone", "profiler"])
-def test_B1_gradients_on_a_gpu_in_bfloat16(observed):
+def test_W1_gradients_on_a_gpu_in_bfloat16(observed):
     metadata = metadata_for(MIXED_GRIDS)
     want = gradients(eager_attention, metadata, 92)
     there = metadata.to("cuda")
@@ -333,7 +333,7 @@ def current(layer) -> torch.Tensor | None:
 
 
 @needs_onednn
-def test_B1_a_packed_layer_gives_the_plain_gradients_where_gradients_are_on():
+def test_W1_a_packed_layer_gives_the_plain_gradients_where_gradients_are_on():
     """oneDNN's product would give none, with no more than a warning."""
     layer, residual = torch.nn.Linear(72, 56), torch.randn(24, 56)
     with torch.no_grad():

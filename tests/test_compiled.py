@@ -29,7 +29,7 @@ def test_one_graph_serves_every_block_and_batch(monkeypatch):
     assert len(nodes) == 1, "attention is one node, whatever the images"
 
 
-def test_B1_a_compiled_tower_has_the_eager_gradients(monkeypatch):
+def test_W1_a_compiled_tower_has_the_eager_gradients(monkeypatch):
     compiled = CompiledFunction(type(tiny_tower().encoder.blocks[0]).forward, "a block")
     compiled.__dict__["_compiled"] = torch.compile(compiled.function, backend="aot_eager", dynamic=True)
     monkeypatch.setattr("kimivl_lab.moonvit.layers.compiled_block", compiled)

@@ -53,12 +53,12 @@ def folder(tmp_path):
     return tmp_path / "in"
 
 
-# A7: names that are not UTF-8
+# S7: names that are not UTF-8
 
 BYTES = [b"caf\xe9.png", b"\xff\xfe.png", b"\xe2\x82.png", b"caf\\xe9.png"]  # the last is text: a backslash and xe9
 
 
-def test_A7_names_of_any_bytes_give_a_file_that_is_readable(tmp_path, capsys):
+def test_S7_names_of_any_bytes_give_a_file_that_is_readable(tmp_path, capsys):
     inside = tmp_path / "in"
     inside.mkdir()
     for number, name in enumerate(BYTES, 1):
@@ -72,7 +72,7 @@ def test_A7_names_of_any_bytes_give_a_file_that_is_readable(tmp_path, capsys):
     assert "\\xff\\xfe.png" in capsys.readouterr().out
 
 
-def test_A7_sources_of_a_plan_may_have_any_name(folder, tmp_path, capsys):
+def test_S7_sources_of_a_plan_may_have_any_name(folder, tmp_path, capsys):
     odd = os.path.join(os.fsencode(tmp_path), b"\xe9t\xe9")
     os.rename(folder, odd)
     assert plan("--images", odd, "--json") == 0
@@ -84,13 +84,13 @@ def test_A7_sources_of_a_plan_may_have_any_name(folder, tmp_path, capsys):
     assert output.out.startswith("\\xe9t\\xe9.csv: 1 images") and "\\xe9t\\xe9.csv, line 2" in output.err
 
 
-def test_A7_any_output_name_is_written(folder, tmp_path):
+def test_S7_any_output_name_is_written(folder, tmp_path):
     out = os.path.join(os.fsencode(tmp_path), b"\xe9", b"\xe8.safetensors")
     assert encode(folder, "--out", out) == 0
     assert load(Path(os.fsdecode(out)).read_bytes()).keys() == {"a.png"}
 
 
-def test_A7_names_stay_unique():
+def test_S7_names_stay_unique():
     paths = [(name, Path(name)) for name in ("a.png", "a-2.png", "a.png", "a.png", "__metadata__", "sub/a.png")]
     assert list(unique_names(paths)) == ["a.png", "a-2.png", "a-3.png", "a-4.png", "__metadata__-2", "sub/a.png"]
     odd = Path(os.fsdecode(b"a.\xe9"))
@@ -99,7 +99,7 @@ def test_A7_names_stay_unique():
     assert on_one_line("two  spaces\x1b[2J\n b\u202e") == "two  spaces\\x1b[2J b\\u202e"
 
 
-# A8: images left out without a word
+# S8: images left out without a word
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ NOT_ENTERED = "sub-folders without --recursive (2)"
 KINDS = {".heic (2)", "files without an ending (1)", ".xyz (1)", ".tga (1)", "dead links (1)", NOT_ENTERED}
 
 
-def test_A8_one_line_counts_what_was_left_out_by_kind(mixed, tmp_path, capsys):
+def test_S8_one_line_counts_what_was_left_out_by_kind(mixed, tmp_path, capsys):
     assert encode(mixed, "--out", tmp_path / "f.safetensors") == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert left_out(line) == KINDS
@@ -139,7 +139,7 @@ def test_A8_one_line_counts_what_was_left_out_by_kind(mixed, tmp_path, capsys):
     assert left_out(output.err.splitlines()[0]) == KINDS and json.loads(output.out)["images"] == 1
 
 
-def test_A8_strict_fails_on_images_that_are_left_out(mixed, tmp_path, capsys):
+def test_S8_strict_fails_on_images_that_are_left_out(mixed, tmp_path, capsys):
     out = tmp_path / "f.safetensors"
     assert encode(mixed, "--out", out, "--strict") == 2
     lines = capsys.readouterr().err.splitlines()
@@ -167,13 +167,13 @@ def test_A8_strict_fails_on_images_that_are_left_out(mixed, tmp_path, capsys):
         ("a.txt", b"", False),
     ],
 )
-def test_A8_images_are_known_by_their_first_bytes(folder, name, begin, looks):
+def test_S8_images_are_known_by_their_first_bytes(folder, name, begin, looks):
     (folder / name).write_bytes(begin)
     lines = find_images([folder]).unread
     assert len(lines) == looks and all(line.startswith(f"{folder / name}: ") for line in lines)
 
 
-def test_A8_sub_folders_are_entered_when_asked_for(mixed, tmp_path, capsys):
+def test_S8_sub_folders_are_entered_when_asked_for(mixed, tmp_path, capsys):
     (mixed / "sub" / "deep").mkdir()
     png(mixed / "sub" / "deep" / "d.png", (56, 28))
     (mixed / "sub" / "round").symlink_to(mixed)
@@ -189,7 +189,7 @@ def test_A8_sub_folders_are_entered_when_asked_for(mixed, tmp_path, capsys):
     assert plan("--workload", "receipts", "--recursive") == 2
 
 
-def test_A8_a_folder_with_nothing_but_other_files_says_which(tmp_path, capsys):
+def test_S8_a_folder_with_nothing_but_other_files_says_which(tmp_path, capsys):
     (tmp_path / "a.heic").write_bytes(HEIC)
     for command in (lambda: encode(tmp_path, "--out", tmp_path / "f"), lambda: plan("--images", tmp_path)):
         assert command() == 2
@@ -197,24 +197,24 @@ def test_A8_a_folder_with_nothing_but_other_files_says_which(tmp_path, capsys):
         assert "no images" in line and ".heic (1)" in line
 
 
-# B4 on the command line: numbers that are none
+# W4 on the command line: numbers that are none
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "2.5", "True", "", "1e3", "9" * 5000])
 @pytest.mark.parametrize("option", ["--max-graphs", "--images-per-call", "--max-images", "--in-token-limit"])
-def test_B4_counts_are_whole_numbers(option, value, capsys):
+def test_W4_counts_are_whole_numbers(option, value, capsys):
     with pytest.raises(SystemExit, match="2"):
         plan("--workload", "receipts", f"{option}={value}")
     assert len(capsys.readouterr().err) < 3000
 
 
 @pytest.mark.parametrize("seed", ["1.0", "True", str(2**64), str(-(2**63) - 1)])
-def test_B4_a_seed_that_torch_would_refuse_is_refused(folder, seed):
+def test_W4_a_seed_that_torch_would_refuse_is_refused(folder, seed):
     with pytest.raises(SystemExit, match="2"):
         encode(folder, "--out", "f", f"--seed={seed}")
 
 
-# B6: terminals, pipes and disks
+# W6: terminals, pipes and disks
 
 
 @contextmanager
@@ -255,14 +255,14 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 @pytest.mark.parametrize("stream", [ascii_stream, closed_pipe], ids=["ascii", "closed pipe"])
-def test_B6_stdout_that_shows_less_ends_no_command(folder, command, stream, capsys):
+def test_W6_stdout_that_shows_less_ends_no_command(folder, command, stream, capsys):
     png(folder / "straße [red] 日本.png")
     with replaced("stdout", stream()):
         assert command(folder) == 0
     assert capsys.readouterr().err == ""
 
 
-def test_B6_names_are_printed_as_they_are_or_with_question_marks(folder, monkeypatch):
+def test_W6_names_are_printed_as_they_are_or_with_question_marks(folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     png(folder / "straße [red] :smile:.png")
     stream = ascii_stream()
@@ -274,7 +274,7 @@ def test_B6_names_are_printed_as_they_are_or_with_question_marks(folder, monkeyp
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_B6_a_full_disk_behind_stdout_is_one_line(folder, command, capsys):
+def test_W6_a_full_disk_behind_stdout_is_one_line(folder, command, capsys):
     with replaced("stdout", full_disk()):
         assert command(folder) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -282,7 +282,7 @@ def test_B6_a_full_disk_behind_stdout_is_one_line(folder, command, capsys):
 
 
 @pytest.mark.parametrize("stream", [closed_pipe, full_disk, ascii_stream], ids=["closed pipe", "full", "ascii"])
-def test_B6_messages_are_lost_where_stderr_is_and_nothing_else(folder, stream, capsys):
+def test_W6_messages_are_lost_where_stderr_is_and_nothing_else(folder, stream, capsys):
     (folder / "straße.png").touch()
     with replaced("stderr", stream()):
         assert encode(folder, "--out", folder.parent / "f.safetensors") == 2
@@ -292,7 +292,7 @@ def test_B6_messages_are_lost_where_stderr_is_and_nothing_else(folder, stream, c
     assert "1 images in" in capsys.readouterr().out
 
 
-def test_B6_streams_may_be_closed_from_the_start(folder):
+def test_W6_streams_may_be_closed_from_the_start(folder):
     with replaced("stdout", None), replaced("stderr", None):
         assert [command(folder) for command in COMMANDS.values()] == [0, 0, 0, 0]
         assert encode(folder / "none.png", "--out", folder.parent / "g.safetensors") == 2
@@ -303,7 +303,7 @@ def test_B6_streams_may_be_closed_from_the_start(folder):
     ("redirection", "status", "message"),
     [("| head -1", 0, ""), (">/dev/full", 2, "No space left"), (">&-", 0, ""), ("2>&- | true", 0, "")],
 )
-def test_B6_the_end_of_the_process_is_quiet(arguments, redirection, status, message):
+def test_W6_the_end_of_the_process_is_quiet(arguments, redirection, status, message):
     """Also Python's last flush of its streams, which only a process of its own shows."""
     line = f"set -o pipefail; {sys.executable} -m kimivl_lab.cli {arguments} {redirection}"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
@@ -321,7 +321,7 @@ def test_B6_the_end_of_the_process_is_quiet(arguments, redirection, status, mess
     ],
 )
 @pytest.mark.parametrize("shard", [1, 2])
-def test_B6_a_disk_that_fills_leaves_the_old_files_and_one_line(folder, error, shard, monkeypatch, capsys):
+def test_W6_a_disk_that_fills_leaves_the_old_files_and_one_line(folder, error, shard, monkeypatch, capsys):
     out = folder.parent / "out" / "f.safetensors"
     for name in ("x.png", "y.png"):
         png(folder / name, (448, 448))
@@ -346,14 +346,14 @@ def test_B6_a_disk_that_fills_leaves_the_old_files_and_one_line(folder, error, s
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_B6_a_device_is_not_replaced_by_a_file(folder, capsys):
+def test_W6_a_device_is_not_replaced_by_a_file(folder, capsys):
     before = os.stat("/dev/full")
     assert encode(folder, "--out", "/dev/full") == 2
     assert "cannot write /dev/full" in capsys.readouterr().err
     assert os.stat("/dev/full").st_rdev == before.st_rdev
 
 
-def test_B6_a_plot_that_cannot_be_written_costs_only_the_plot(tmp_path, monkeypatch, capsys):
+def test_W6_a_plot_that_cannot_be_written_costs_only_the_plot(tmp_path, monkeypatch, capsys):
     from matplotlib.figure import Figure
 
     def full(self, file):
@@ -367,7 +367,7 @@ def test_B6_a_plot_that_cannot_be_written_costs_only_the_plot(tmp_path, monkeypa
     assert str(tmp_path / "plan.png") in line and os.strerror(errno.ENOSPC) in line
 
 
-def test_B6_an_image_that_the_encoder_cannot_hold_costs_only_itself(folder, monkeypatch, capsys):
+def test_W6_an_image_that_the_encoder_cannot_hold_costs_only_itself(folder, monkeypatch, capsys):
     png(folder / "b.png", (56, 56))
     png(folder / "c.png")
     forward = MoonVitPretrainedModel.forward
@@ -387,7 +387,7 @@ def test_B6_an_image_that_the_encoder_cannot_hold_costs_only_itself(folder, monk
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (MemoryError, 2)])
-def test_B6_an_interruption_is_one_line_and_leaves_nothing(folder, error, status, monkeypatch, capsys):
+def test_W6_an_interruption_is_one_line_and_leaves_nothing(folder, error, status, monkeypatch, capsys):
     def stop(self, pixels, grids):
         raise error
 
@@ -397,7 +397,7 @@ def test_B6_an_interruption_is_one_line_and_leaves_nothing(folder, error, status
     assert list(folder.parent.iterdir()) == [folder]
 
 
-# B5: damaged checkpoints
+# W5: damaged checkpoints
 
 
 def edited(path, **changes):
@@ -417,7 +417,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_B5_a_damaged_checkpoint_is_an_error_and_no_traceback(damage, folder, tmp_path, capsys):
+def test_W5_a_damaged_checkpoint_is_an_error_and_no_traceback(damage, folder, tmp_path, capsys):
     checkpoint = tmp_path / "checkpoint"
     KimiVLEncoder(KimiVLConfig.preset("tiny")).save_pretrained(checkpoint)
     KimiVLImageProcessor().save_pretrained(checkpoint)
@@ -430,7 +430,7 @@ def test_B5_a_damaged_checkpoint_is_an_error_and_no_traceback(damage, folder, tm
     assert not (tmp_path / "f.safetensors").exists()
 
 
-def test_C7_a_letter_that_no_font_has_is_a_warning_with_the_name_of_the_plot(tmp_path, capsys):
+def test_M7_a_letter_that_no_font_has_is_a_warning_with_the_name_of_the_plot(tmp_path, capsys):
     for name in ("\u65e5\u672c.csv", "$x^$.csv"):  # the second would be a broken formula
         (tmp_path / name).write_text("28,28\n")
         assert plan("--sizes", tmp_path / name, "--plot", tmp_path / "plan.png") == 0
@@ -439,7 +439,7 @@ def test_C7_a_letter_that_no_font_has_is_a_warning_with_the_name_of_the_plot(tmp
         assert (tmp_path / "plan.png").is_file()
 
 
-# C2: an image given as text
+# M2: an image given as text
 
 TEXTS = {
     "base64": "iVBORw0KGgo" * 9000,
@@ -451,7 +451,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_C2_text_that_is_no_path_is_named_in_short(text, folder, capsys):
+def test_M2_text_that_is_no_path_is_named_in_short(text, folder, capsys):
     for command in (
         lambda: encode(text, folder, "--out", folder.parent / "f.safetensors"),
         lambda: plan("--images", text),
@@ -466,13 +466,13 @@ def test_C2_text_that_is_no_path_is_named_in_short(text, folder, capsys):
     assert set(load_file(folder.parent / "f.safetensors")) == {"a.png"}
 
 
-def test_C2_it_says_that_paths_are_read(folder, capsys):
+def test_M2_it_says_that_paths_are_read(folder, capsys):
     for text in ("base64", "data URI", "short data URI"):
         assert encode(TEXTS[text], "--out", folder.parent / "f.safetensors") == 2
         assert "only paths are read" in capsys.readouterr().err
 
 
-def test_C2_an_option_is_not_repeated_whole(capsys):
+def test_M2_an_option_is_not_repeated_whole(capsys):
     for option in ("--max-graphs", "--sizes=x --no-such-option", "--engine"):
         with pytest.raises(SystemExit, match="2"):
             plan(*option.split(" "), "9" * 100_000)
@@ -480,7 +480,7 @@ def test_C2_an_option_is_not_repeated_whole(capsys):
     assert shortened("a " + "b" * 400 + " c").endswith(" c") and len(shortened("b c" * 9000)) < 1100
 
 
-# C7: warnings and refusals name the image, and both commands judge it alike
+# M7: warnings and refusals name the image, and both commands judge it alike
 
 
 def corrupt_exif(path):
@@ -497,7 +497,7 @@ def malformed_mpo(path):
 
 
 @pytest.mark.parametrize("make", [corrupt_exif, malformed_mpo])
-def test_C7_a_warning_carries_the_name_of_each_image(make, folder, capsys):
+def test_M7_a_warning_carries_the_name_of_each_image(make, folder, capsys):
     for name in ("b.jpg", "c.jpg"):
         make(folder / name)
     for command in (lambda: encode(folder, "--out", folder.parent / "f.safetensors"), lambda: plan("--images", folder)):
@@ -546,7 +546,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)
-def test_C7_plan_takes_an_image_if_encode_does(make, folder, capsys):
+def test_M7_plan_takes_an_image_if_encode_does(make, folder, capsys):
     make(folder / "odd.png")
     status = encode(folder, "--out", folder.parent / "f.safetensors")
     taken = "odd.png" in load_file(folder.parent / "f.safetensors")

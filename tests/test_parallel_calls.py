@@ -108,7 +108,7 @@ WRONG = {  # the calls at which ranks are apart, then those at which they are to
 
 @pytest.mark.parametrize("ranks", MODES)
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case.__name__)
-def test_G13_ranks_at_different_calls_get_no_features_and_the_stray_is_named(results, case, ranks):
+def test_S9_ranks_at_different_calls_get_no_features_and_the_stray_is_named(results, case, ranks):
     apart, together = WRONG[case]
     for found in results(ranks, case):
         assert set(found) == set(MODES[ranks])
