@@ -134,6 +134,9 @@ def test_a_function_is_tried_on_every_case(capsys):
     check_function("transpose", lambda matrix: matrix.T, pairs)
     with pytest.raises(WrongAnswer, match=r"shape is \(2, 3\), asked for is \(3, 2\)"):
         check_function("transpose", lambda matrix: matrix, pairs)
+    large = torch.zeros(3, 3)
+    with pytest.raises(WrongAnswer, match=r"for \(\[a tensor of shape \(3, 3\), a tensor of shape \(3, 3\)\]\)"):
+        check_function("count", lambda tensors: 0, [(([large, large],), 2)])
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------

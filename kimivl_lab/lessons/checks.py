@@ -139,6 +139,8 @@ def _tolerance(rtol: float) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor | np.ndarray):
         return f"a tensor of shape {tuple(value.shape)}" if np.prod(value.shape) > 8 else str(value.tolist())
+    if isinstance(value, list) and any(isinstance(one, Tensor | np.ndarray) for one in value):
+        return f"[{', '.join(map(_shown, value))}]"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return repr(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"

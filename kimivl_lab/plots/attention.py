@@ -13,10 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
+from numpy.typing import ArrayLike
 
 from ..measure.timing import Timing
 from .patches import Picture
-from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
+from .style import COLORS, COUNTED, GREY, INK, LIGHT, new_figure, set_titles
 
 _BANDS = ("navy", "orange", "sky", "blue", "sand")
 _MARKS = (("orange", "o"), ("sky", "D"), ("navy", "s"))
@@ -84,10 +85,91 @@ def packed_mask(
     return fig, (left, right)
 
 
+def mask_steps(
+    matrices: Mapping[str, ArrayLike], lengths: Sequence[int], *, title: str
+) -> tuple[Figure, Sequence[Axes]]:
+    """Small (L, L) matrices side by side, with their numbers; the squares of the images are framed.
+
+    Args:
+        matrices: words -> numbers; minus infinity is written so, and its cell is hatched.
+        lengths: patches of each image, of the sum L.
+    """
+    fig, (axes,) = new_figure(10.6, 3.5, ncols=len(matrices), squeeze=False)
+    offsets = list(accumulate(lengths, initial=0))
+    middles = [start + length / 2 for start, length in zip(offsets, lengths, strict=False)]
+    for ax, (words, matrix) in zip(axes, matrices.items(), strict=True):
+        total = offsets[-1]
+        for (row, column), value in np.ndenumerate(np.asarray(matrix)):
+            hidden = value == -np.inf
+            color = "white" if hidden or value == 0 else COLORS["sand"]
+            ax.add_patch(Rectangle((column, row), 1, 1, fc=color, ec=LIGHT, hatch="////" if hidden else "", lw=0.8))
+            number = "-inf" if hidden else f"{value:.0f}" if value in (0, 1) else f"{value:.2f}"
+            box = {"fc": "white", "ec": "none", "pad": 0.6} if hidden else None
+            ax.text(column + 0.5, row + 0.5, number, ha="center", va="center", fontsize=9, bbox=box)
+        for start, length in zip(offsets, lengths, strict=False):
+            ax.add_patch(Rectangle((start, start), length, length, fill=False, ec=COLORS["navy"], lw=2.2))
+        ax.set(xlim=(-0.03, total + 0.03), ylim=(total + 0.03, -0.03), aspect="equal", xticks=middles, yticks=middles)
+        names = [f"image {number + 1}" for number in range(len(lengths))]
+        ax.set_xticklabels(names, size=9.5)
+        ax.set_yticklabels(names if ax is axes[0] else [], size=9.5, rotation=90, va="center")
+        ax.tick_params(length=0)
+        ax.set_title(words, fontsize=11)
+        ax.set_xlabel("key")
+        ax.grid(False)
+        ax.spines[:].set_visible(False)
+    axes[0].set_ylabel("query")
+    set_titles(fig, title, f"framed: query and key of the same image  ·  {COUNTED}")
+    return fig, axes
+
+
+def launch_grid(
+    panels: Mapping[str, tuple[Mapping[str, int], int]], tile: int, *, title: str
+) -> tuple[Figure, Sequence[Axes]]:
+    """The programs of a launch: one line for each image slot, one square for each tile of queries.
+
+    Args:
+        panels: words -> (slots, bound): the patches of the image in each slot, by name, and the `max_seqlen` of the
+            launch; from top to bottom.
+        tile: queries of one program.
+    """
+    heights = [len(slots) for slots, _ in panels.values()]
+    fig, axes = new_figure(10, 0.3 * sum(heights) + 0.62 * len(panels) + 1.5, nrows=len(panels), squeeze=False,
+                           gridspec_kw={"height_ratios": heights})  # fmt: skip
+    styles: dict[str, dict[str, Any]] = {
+        "computes a tile": {"fc": COLORS["blue"], "ec": "white"},
+        "has no work, returns at once": {"fc": "white", "ec": GREY},
+        "needed, but not launched": {"fc": COLORS["sand"], "ec": COLORS["orange"], "hatch": "xxxx"},
+    }
+    widest = max(-(-max(bound, *slots.values()) // tile) for slots, bound in panels.values())
+    for ax, (words, (slots, bound)) in zip(axes[:, 0], panels.items(), strict=True):
+        launched = -(-bound // tile)
+        for row, patches in enumerate(slots.values()):
+            needed = -(-patches // tile)
+            for column in range(max(launched, needed)):
+                kind = ("has no work, returns at once", "computes a tile")[column < needed]
+                style = styles[kind if column < launched else "needed, but not launched"]
+                ax.add_patch(Rectangle((column + 0.08, row - 0.38), 0.84, 0.76, lw=1.1, **style))
+        ax.set(xlim=(0, widest + 0.1), ylim=(len(slots) - 0.5, -0.5), yticks=range(len(slots)))
+        ax.set_yticklabels([f"{name}, {patches:,}" if patches else name for name, patches in slots.items()], size=10)
+        ax.set_xticks([column + 0.5 for column in range(0, widest, 2)])
+        ax.set_xticklabels([str(column) for column in range(0, widest, 2)], size=9.5)
+        ax.axvline(launched + 0.01, color=INK, lw=1.6, ls=(0, (4, 2)))
+        ax.set_title(words, fontsize=11)
+        ax.tick_params(length=0)
+        ax.grid(False)
+        ax.spines[:].set_visible(False)
+    axes[-1, 0].set_xlabel(f"tile number: {tile} queries of the image each")
+    handles = [Rectangle((0, 0), 1, 1, label=label, **style) for label, style in styles.items()]
+    handles = handles if any(max(slots.values()) > bound for slots, bound in panels.values()) else handles[:2]
+    fig.legend(handles=handles, loc="outside lower center", ncols=3)
+    set_titles(fig, title, f"one square: one program  ·  dashed: where the launch ends  ·  {COUNTED}")
+    return fig, axes[:, 0]
+
+
 def memory_growth(
     patches: Sequence[int],
     curves: Mapping[str, Sequence[float]],
-    measured: Sequence[tuple[int, float]],
+    measured: Mapping[str, Sequence[tuple[int, float]]],
     mark: tuple[int, float, str],
     *,
     title: str,
@@ -98,30 +180,30 @@ def memory_growth(
     Args:
         patches: of the batch, ascending.
         curves: words -> MiB by formula, up to four; a curve's words stand at its end.
-        measured: (patches, MiB), drawn as dots.
+        measured: words -> (patches, MiB) of each measurement, drawn as marks; up to three.
         mark: (patches, MiB, words) of the one point to remember.
     """
-    fig, ax = new_figure(9.5, 4.5)
+    fig, ax = new_figure(9.5, 4.6)
     styles = (("orange", "-"), ("blue", (0, (6, 2))), ("sky", "-"), ("navy", (0, (2, 1.5))))
     for (color, line), (words, values) in zip(styles, curves.items(), strict=False):
         ax.plot(patches, values, color=COLORS[color], ls=line)
         ax.annotate(words, (patches[-1], values[-1]), (7, 0), textcoords="offset points", va="center", fontsize=10)
-    if measured:
-        ax.plot(
-            *zip(*measured, strict=True), "o", color=COLORS["orange"], mec=INK, ms=8, label="measured here, float32"
-        )
-        ax.legend(loc="upper left")
+    for (color, marker), (words, points) in zip(_MARKS, measured.items(), strict=False):
+        style: dict[str, Any] = {"color": COLORS[color], "mec": INK, "ms": 8, "ls": "none", "label": words}
+        ax.plot([at for at, _ in points], [mib for _, mib in points], marker, **style)
     ax.plot(*mark[:2], "o", mfc="white", mec=INK, mew=1.8, ms=9)
     ax.annotate(mark[2], mark[:2], (12, -12), textcoords="offset points", va="center", fontsize=10)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
-    ax.set(xlim=(patches[0], patches[-1]), xlabel="patches of the batch", ylabel="memory beyond q, k, v, out")
+    ax.set(xlim=(patches[0], patches[-1]), xlabel="patches of the batch", ylabel="memory beyond q, k, v")
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     lowest, highest = (pick(pick(values) for values in curves.values()) for pick in (min, max))
-    ticks = [2.0**power for power in range(-20, 40, 5) if lowest / 2 <= 2.0**power <= highest * 2]
-    ax.yaxis.set_major_locator(FixedLocator(ticks))
+    ax.yaxis.set_major_locator(FixedLocator([16.0**power for power in range(-5, 6)]))
     ax.yaxis.set_minor_locator(NullLocator())
+    ax.set_ylim(lowest / 3, highest * 3)
     ax.yaxis.set_major_formatter(lambda value, _: _binary_size(value))
+    if any(points for points in measured.values()):
+        ax.legend(loc="upper left")
     set_titles(fig, title, subtitle)
     return fig, ax
 
@@ -181,21 +263,21 @@ def roofline(
     bound_by_bytes = intensity < ridge
     for chosen, color, marker in ((bound_by_bytes, "orange", "s"), (~bound_by_bytes, "navy", "o")):
         left.plot(intensity[chosen], reached[chosen], marker, color=COLORS[color], ms=7.5, mec="white", mew=0.8)
-    _label_points(left, names, intensity, reached, bound_by_bytes)
     left.set_xscale("log")
     left.set_yscale("log")
     left.set(xlim=(edges[0], edges[-1]), ylim=(lowest, 2.4 * max(peak_gflops, reached.max())))
-    left.set(xlabel="FLOP per byte moved", ylabel="GFLOP/s")
+    left.set(xlabel="FLOPs for each byte moved", ylabel="GFLOP/s")
     for axis in (left.xaxis, left.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set_minor_locator(NullLocator())
+    _label_points(left, names, intensity, reached, bound_by_bytes)
     left.annotate(f"matrix product {peak_gflops:,.0f} GFLOP/s", (edges[-1], peak_gflops), (-4, 5),
                   textcoords="offset points", ha="right", fontsize=10)  # fmt: skip
     left.annotate(f"slope: copy {gbps:.1f} GB/s", (ridge / 2.2, ridge / 2.2 * gbps), (-7, 4),
                   textcoords="offset points", ha="right", fontsize=10)  # fmt: skip
     style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 10, "color": GREY}
-    left.annotate("bound by bytes", (ridge, lowest), (-5, 5), ha="right", **style)
-    left.annotate("bound by arithmetic", (ridge, lowest), (5, 5), **style)
+    left.annotate("waits for memory", (ridge, lowest), (-5, 5), ha="right", **style)
+    left.annotate("waits for arithmetic", (ridge, lowest), (5, 5), **style)
     left.annotate(f"ridge {ridge:.0f}", (ridge, left.get_ylim()[1]), (5, -3), va="top", **style)
     _draw_times(right, operators, roof)
     set_titles(fig, title, subtitle)
@@ -242,9 +324,19 @@ def _draw_computed(ax: Axes, x: float, y: float, name: str, picture: Picture, co
 
 
 def _label_points(ax: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, sparse: np.ndarray) -> None:
-    """Names right of the points on the slope; behind the ridge, one label for points of about one intensity."""
-    for index in np.flatnonzero(sparse):
-        ax.annotate(names[index], (x[index], y[index]), (9, -5), textcoords="offset points", va="center", fontsize=10)
+    """Names with leader lines: right of the points on the slope, below those behind the ridge.
+
+    On the slope, labels that would touch move apart. Behind the ridge, points of about one intensity share a label.
+    """
+    arrow: dict[str, Any] = {"arrowstyle": "-", "color": GREY, "lw": 0.8, "shrinkA": 1, "shrinkB": 3}
+    style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 10, "va": "center", "arrowprops": arrow,
+                             "bbox": {"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.8}}  # fmt: skip
+    floor = np.inf
+    for index in sorted(np.flatnonzero(sparse).tolist(), key=y.__getitem__, reverse=True):
+        height = float(ax.transData.transform((x[index], y[index]))[1]) * 72 / ax.figure.dpi
+        wanted = min(height - 6, floor - 15)
+        ax.annotate(names[index], (x[index], y[index]), (16, wanted - height), **style)
+        floor = wanted
     groups: list[list[int]] = []
     for index in sorted(np.flatnonzero(~sparse).tolist(), key=x.__getitem__):
         if groups and x[index] < 1.2 * x[groups[-1][0]]:
@@ -252,14 +344,14 @@ def _label_points(ax: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, 
         else:
             groups.append([index])
     for number, group in enumerate(groups):
-        place: dict[str, Any] = {"xytext": (16, -21), "ha": "right"}
-        if number == 0:
-            place = {"xytext": (-9, 0), "ha": "right"}
-        if number == len(groups) - 1:
-            place = {"xytext": (9, 0), "ha": "left"}
-        at = (x[group[0]], min(y[index] for index in group))
-        words = ", ".join(names[index] for index in sorted(group))
-        ax.annotate(words, at, textcoords="offset points", va="center", fontsize=10, **place)
+        words = ",\n".join(names[index] for index in sorted(group))
+        lowest = min(group, key=y.__getitem__)
+        place: dict[str, Any] = {"xytext": (0, -30 - 7 * (len(group) - 1)), "ha": "center"}
+        if len(groups) > 1 and number == 0:
+            place = {"xytext": (-14, -10), "ha": "right"}
+        if len(groups) > 1 and number == len(groups) - 1:
+            place = {"xytext": (14, -10), "ha": "left"}
+        ax.annotate(words, (x[lowest], y[lowest]), **place, **style)
 
 
 def _draw_times(ax: Axes, operators: Mapping[str, Operator], roof: np.ndarray) -> None:
