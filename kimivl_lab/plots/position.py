@@ -1,4 +1,4 @@
-"""The learned position table and its resampling: what it has learned, the kernel, and four ways to get it wrong.
+"""The learned position table and its interpolation: what it has learned, the weights, and four ways to get it wrong.
 
 Test: tests/test_plots.py.
 """
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogFormatterSciNotation, MultipleLocator
 
-from .style import COLORS, COUNTED, GREY, INK, LIGHT, new_figure, set_titles
+from .style import COLORS, COMPUTED, GREY, INK, LIGHT, new_figure, set_titles
 
 Cell = tuple[float, float]
 
@@ -22,6 +22,7 @@ DARK_TO_LIGHT = LinearSegmentedColormap.from_list(
 _LIGHT_TO_DARK = LinearSegmentedColormap.from_list(
     "light to dark", ["white", COLORS["sand"], COLORS["orange"], "#8a3c00", "#2e1400"]
 )
+_SIGNED = LinearSegmentedColormap.from_list("below to above 0", [COLORS["orange"], "white", COLORS["navy"]])
 _LINES = ((COLORS["navy"], "-"), (COLORS["orange"], (0, (5, 2))), (COLORS["sky"], (0, (1.2, 1.2))))
 
 
@@ -56,7 +57,7 @@ def similarity_maps(rows: Mapping[str, Sequence[tuple[Cell, np.ndarray]]], title
         ax.set_xlabel("column")
     assert mesh is not None
     fig.colorbar(mesh, ax=axes, label="cosine similarity to the ringed position", pad=0.015, aspect=36)
-    set_titles(fig, title, COUNTED)
+    set_titles(fig, title, COMPUTED)
     return fig, axes
 
 
@@ -101,7 +102,54 @@ def kernel_and_centres(
     right.set_xlabel("source coordinate, table cells")
     right.grid(False)
     right.spines["left"].set_visible(False)
-    set_titles(fig, title, COUNTED)
+    set_titles(fig, title, COMPUTED)
+    return fig, (left, right)
+
+
+def matrix_line(
+    matrix: np.ndarray, line: int, centre: float, curve: tuple[np.ndarray, np.ndarray], title: str
+) -> tuple[Figure, Sequence[Axes]]:
+    """One line of an interpolation matrix worked out: left, where its weights come from; right, where they stand.
+
+    Args:
+        matrix: (out, in) weights.
+        line: which line is worked out.
+        centre: its source coordinate, in table cells; the line reads the two cells on each side of it.
+        curve: (distances in table cells, weights) of the weight function.
+    """
+    size, before = matrix.shape[1], int(np.floor(centre))
+    taps = range(before - 1, before + 3)
+    fig, (left, right) = new_figure(10, 4.3, ncols=2, width_ratios=(1, 1.1))
+    left.plot(centre + curve[0], curve[1], color=COLORS["sky"], zorder=1)
+    left.axhline(0, color=GREY, lw=0.9)
+    left.axvline(centre, color=INK, ls=(0, (4, 3)), lw=1.3)
+    for cell in taps:
+        distance = cell - centre
+        weight = float(np.interp(distance, *curve))
+        left.plot([cell, cell], [0, weight], color=COLORS["navy"], lw=2.4)
+        left.plot(cell, weight, "o", color=COLORS["navy"], ms=8)
+        height = 0.97 if weight > 0.5 else 0.7 - 0.27 * abs(distance)  # beside the curve, one above the other
+        side, shift = ("right", -0.1) if distance < 0 else ("left", 0.17)
+        left.plot([cell, cell + shift], [weight, height], color=GREY, lw=0.8)
+        words = f"{weight:+.3f} at distance {abs(distance):.1f}"
+        left.text(cell + shift, height, words, fontsize=10, ha=side, va="bottom")
+    left.annotate(f"position {line} lies at {centre:g}", (centre, 1.3), (-6, 0), textcoords="offset points", ha="right")
+    left.set(xlim=(before - 3.4, before + 3.9), ylim=(-0.2, 1.42), xticks=list(taps), ylabel="weight")
+    left.set_xlabel("cell of the table")
+    left.grid(False)
+
+    limit = float(abs(matrix).max())
+    right.imshow(matrix, cmap=_SIGNED, vmin=-limit, vmax=limit, aspect="auto")
+    for row, column in np.ndindex(*matrix.shape):
+        if matrix[row, column]:
+            strong = abs(matrix[row, column]) > 0.6 * limit
+            style = {"color": "white" if strong else INK, "fontweight": "bold" if row == line else "normal"}
+            right.text(column, row, f"{matrix[row, column]:.3f}", ha="center", va="center", fontsize=9, **style)
+    right.add_patch(Rectangle((-0.48, line - 0.48), size - 0.04, 0.96, facecolor="none", edgecolor=INK, linewidth=2))
+    right.set(xticks=range(size), yticks=range(len(matrix)), xlabel="cell of the table")
+    right.set_ylabel("output position (line of A)")
+    right.grid(False)
+    set_titles(fig, title, COMPUTED)
     return fig, (left, right)
 
 
@@ -126,7 +174,7 @@ def fault_maps(errors: Mapping[str, np.ndarray], title: str, *, floor: float = 1
     bar = fig.colorbar(mesh, ax=axes, label="relative error of a patch", pad=0.015, aspect=22)
     bar.ax.yaxis.set_major_formatter(LogFormatterSciNotation())
     bar.ax.minorticks_off()
-    set_titles(fig, title, COUNTED)
+    set_titles(fig, title, COMPUTED)
     return fig, axes
 
 

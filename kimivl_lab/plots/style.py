@@ -18,6 +18,7 @@ from ..measure.provenance import device_name
 COLORS = {"navy": "#0b2545", "blue": "#2f6690", "orange": "#e57f2a", "sky": "#8fc1e3", "sand": "#f6e3b4"}
 INK, GREY, LIGHT = "#1c1f24", "#6a7079", "#d9dce1"
 COUNTED = "counted, not timed: the same on every machine"
+COMPUTED = "computed, not timed: the same on every machine"
 
 _HEADER_INCHES = 0.68
 

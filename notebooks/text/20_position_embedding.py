@@ -9,29 +9,33 @@
 #     language: python
 #     name: python3
 #   kimivl_lab:
-#     question: How does one learned table give every grid its position embedding exactly, and what is the least that this can cost?
+#     question: How does one learned table give a position embedding to images of every size, and how fast can that be?
 #     minutes_cpu: 1
 #     gpu: optional
-#     data: a learned position table, sizes of data/workloads, records of data/measurements
+#     data: a learned position table, records of data/measurements
 # ---
 
 # %% [markdown]
-# # Position embedding: one table for every grid
+# # Position embedding: one table for every image size
+#
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [25 position cache](25_position_cache.ipynb)
 #
 # ## The question
 #
-# How does one learned table give every grid its position embedding exactly, and what is the least that this can cost?
+# How does one learned table give a position embedding to images of every size, and how fast can that be?
 
 # %% [markdown]
 # ## You will be able to
 #
-# - **tell** the right resampling from four near misses, on grids where they cannot hide;
-# - **predict** the FLOPs and bytes of each operator, and say how far a measured one is from its floor;
-# - **bound** a cache of embeddings in what it really holds, and prove that it never serves an old table.
+# - **compute** a line of the interpolation matrix by hand, and the whole matrix in code;
+# - **tell** the right interpolation from four wrong ones, on grids where they differ;
+# - **predict** the FLOPs and bytes of three implementations, and compare their times with the
+#   least time that the bytes allow.
 #
 # ## Needs
 #
-# Notebook [10](10_images_to_patches.ipynb), for grids. About half a minute on a CPU; a GPU is used by one cell, the live
+# Notebook [10](10_images_to_patches.ipynb), for grids. Reading and solving takes about 90
+# minutes. The notebook runs in about a minute on a CPU. A GPU is used by one cell, the live
 # measurement.
 #
 # ## Versions and machine
@@ -41,7 +45,7 @@ import warnings
 
 import torch
 
-warnings.filterwarnings("ignore", message="IProgress not found")  # about a widget that nothing here uses
+warnings.filterwarnings("ignore", message="IProgress not found")  # about a widget that is not used
 from kimivl_lab.measure.provenance import device_name, versions
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,404 +54,614 @@ print(versions())
 
 # %%
 import matplotlib.pyplot as plt
-import numpy as np
 import torch.nn.functional as F
 
 from kimivl_lab import image_geometry, plots
-from kimivl_lab.datasets import data_path, draw_sizes, load_sizes
+from kimivl_lab.datasets import data_path
+from kimivl_lab.lessons.checks import check, check_function
+from kimivl_lab.lessons.guesses import Comparison, compare, guess
+from kimivl_lab.lessons.resampling import additive_share, axis_matrix, keys_weight, learned_table
+from kimivl_lab.lessons.resampling import needed_cells, operator_work, resample, torch_resample
 from kimivl_lab.measure.accuracy import relative_error
 from kimivl_lab.measure.records import find_record, read_record
 from kimivl_lab.measure.timing import time_interleaved
 from kimivl_lab.moonvit.position import Learnable2DInterpPosEmb
-from kimivl_lab.moonvit.position_cache import PositionCache
-from kimivl_lab.plots import cache, floor, position
+from kimivl_lab.plots import floor, position
 
 plots.use_style()
 _ = torch.set_grad_enabled(False)
 
 # %% [markdown]
-# ## Predict
+# ## The table: what a position embedding is
 #
-# ### What the table is
+# The patch embedding sees the pixels of a patch, but not where the patch was in the image.
+# [MoonViT](GLOSSARY.md#moonvit) therefore adds a [position
+# embedding](GLOSSARY.md#position-embedding) to each patch: one learned vector for each place of a
+# grid of 64 x 64. These vectors are the [position table](GLOSSARY.md#position-table). An image
+# with another grid, such as 32 x 46, gets vectors that are interpolated from the table.
 #
-# A patch knows its pixels but not its place. MoonViT adds one learned vector for each place of a 64 x 64 grid, and resamples
-# that table for every other grid. MoonViT's table comes with its checkpoint; here is the learned table of a smaller
-# encoder, DINOv2 ViT-S/14: patches of 14 pixels too, a grid of 37 x 37, resampled by the same rule.
+# Kimi-VL's table comes with its checkpoint, which is not part of this repository. The pictures
+# here use the learned table of a smaller encoder, DINOv2 ViT-S/14. It also has patches of 14
+# pixels; its table is 37 x 37 x 384 (rows x columns x features), and it is interpolated by the
+# same rule.
+#
+# What has such a table learned? Suppose that each vector were a vector of its row plus a vector
+# of its column. Two small tables with one feature show what that means:
+#
+# | | |
+# |---|---|
+# | `[[1, 2], [3, 4]]` | row part 1 or 3, column part 0 or 1: the sum explains all of it |
+# | `[[1, 2], [4, 3]]` | no sum fits: the best one explains 80 % of the variance |
+#
+# **Your guess.** How much of the variance of the learned table does such a sum explain?
 
 # %%
-stored = np.load(data_path("position_table", "dinov2_vits14_pos_embed_37x37x384_fp16.npz"))
-table = torch.from_numpy(stored["pos_embed"]).double().view(37, 37, 384)  # (row, column, D)
-centred = table - table.mean((0, 1))
-of_row, of_column = centred.mean(1, keepdim=True), centred.mean(0, keepdim=True)
-additive = 1 - ((centred - of_row - of_column).norm() / centred.norm()).item() ** 2
-print(f"{tuple(table.shape)}: {additive:.0%} of its variance is a vector of the row plus a vector of the column")
+additive_guess = guess("explained by row plus column", None, unit="%")
 
 # %%
-grid = image_geometry(640, 427).grid_hw  # of a photograph
-resampled = F.interpolate(table.permute(2, 0, 1)[None], grid, mode="bicubic")[0].permute(1, 2, 0)
-rows, places = {}, ((0.1, 0.1), (0.5, 0.5), (0.28, 0.82), (0.82, 0.23))
-for words, E in {"table, 37 x 37": table, f"resampled, {grid[0]} x {grid[1]}": resampled}.items():
-    unit, cells = F.normalize(E, dim=-1), [(int(y * E.shape[0]), int(x * E.shape[1])) for y, x in places]
-    rows[words] = [(cell, (unit @ unit[cell]).numpy()) for cell in cells]
-fig, axes = position.similarity_maps(rows, "Nobody told the table that it is a plane")
+table = learned_table()  # (row, column, feature)
+print("table", tuple(table.shape))
+compare(Comparison(additive_guess, measured=100 * additive_share(table)))
+
+# %% [markdown]
+# The table was learned from images alone, and it has found rows and columns. The next picture
+# shows the same in another way. It takes one place and compares its vector with all others. The
+# cosine similarity is 1 for vectors of the same direction.
+
+# %%
+grid = image_geometry(640, 427).grid_hw  # of the photograph china.jpg, 640 x 427 (width x height)
+resampled = torch_resample(table, grid)
+places = ((0.1, 0.1), (0.5, 0.5), (0.28, 0.82), (0.82, 0.23))
+maps = {}
+for words, vectors in {"table": table, "interpolated": resampled}.items():
+    h, w, _ = vectors.shape
+    unit = F.normalize(vectors, dim=-1)
+    cells = [(int(y * h), int(x * w)) for y, x in places]
+    maps[f"{words}, {h} x {w}"] = [(cell, (unit @ unit[cell]).numpy()) for cell in cells]
+fig, axes = position.similarity_maps(maps, "The table has learned rows, columns and neighbours")
 plt.show()
 
 # %% [markdown]
-# *How to read it:* a position is like its neighbours, and like the rest of its row and column: hence the plaid. Resampling to a
-# photograph's grid stretches the pattern and keeps it.
+# *How to read it:* each map belongs to the place in its ring. A light cell has a similar vector.
+# The neighbours are similar, and so are the row and the column of the ring. Below, the same table
+# interpolated to the grid 32 x 46 (rows x columns): the pattern is stretched, and nothing is lost
+# of it.
+
+# %% [markdown]
+# ## Predict: one line of the interpolation matrix
 #
-# ### The rule
+# [Bicubic interpolation](GLOSSARY.md#bicubic-interpolation) works on one axis at a time. Take a
+# small case: an axis of 8 table cells, and 5 output positions.
 #
-# $E(h, w) = A_h\,P\,A_w^\top$, for each of the $D$ features. Row $j$ of $A_n$ holds four weights $k(x_j - i)$, at the four table
-# cells $i$ around the source coordinate $x_j$; cells past the border are the border's. With $a$ a constant:
+# **Step 1, where.** Both axes have the same length, so an output position is $8/5 = 1.6$ cells
+# wide. Position $j$ has its centre at
 #
-# $$x_j = \left(j + \tfrac12\right)\frac{64}{n} - \tfrac12 \qquad k(d) = \begin{cases}(a+2)|d|^3 - (a+3)|d|^2 + 1 & |d| \le 1 \\
-# a\,(|d|^3 - 5|d|^2 + 8|d| - 4) & |d| < 2\end{cases}$$
+# $$u_j = \left(j + \tfrac12\right) \frac85 - \tfrac12, \qquad u_1 = 1.5 \cdot 1.6 - 0.5 = 1.9$$
 #
-# "Bicubic" leaves two choices open: $a$, and where $x_j$ lies. torch knows both values of $a$. Ask it: what it makes of a single 1 among zeros
-# **is** its kernel, weight against distance.
+# **Step 2, which cells.** The position takes the two cells on each side: 0, 1, 2 and 3. These
+# four cells are its [taps](GLOSSARY.md#tap). Their distances $\delta$ from 1.9 are 1.9, 0.9, 0.1
+# and 1.1.
+#
+# **Step 3, how much.** The weight $k$ of a tap depends on its distance and on a constant $c$,
+# which is $-0.75$ in MoonViT:
+#
+# $$k(\delta) = \begin{cases}(c+2)\,\delta^3 - (c+3)\,\delta^2 + 1 & \delta \le 1 \\
+# c\,(\delta^3 - 5\delta^2 + 8\delta - 4) & 1 < \delta < 2\end{cases}$$
+#
+# For the cell at distance 0.9: $1.25 \cdot 0.729 - 2.25 \cdot 0.81 + 1 = 0.089$. For the cell at
+# 1.1: $-0.75 \cdot (1.331 - 6.05 + 8.8 - 4) = -0.061$. A weight can be negative; the four
+# weights sum to 1.
+#
+# **Your guess.** Which weight has the nearest cell, at distance 0.1?
 
 # %%
-impulse = torch.eye(9, dtype=torch.float64)[4].view(1, 1, 1, 9)
+weight_guess = guess("weight at distance 0.1", None)
+
+# %%
+distances = torch.tensor([1.9, 0.9, 0.1, 1.1], dtype=torch.float64)
+weights = keys_weight(distances)
+print("weights of cells 0 to 3:", [f"{weight:+.4f}" for weight in weights], f"sum {weights.sum():.4f}")
+compare(Comparison(weight_guess, predicted=weights[2].item()))
+
+# %%
+steps = torch.linspace(-2.2, 2.2, 441, dtype=torch.float64)
+curve = (steps.numpy(), keys_weight(steps).numpy())
+title = "One line of the matrix: four weights around 1.9"
+fig, axes = position.matrix_line(axis_matrix(5, 8).numpy(), 1, 1.9, curve, title)
+plt.show()
+
+# %% [markdown]
+# *How to read it:* left, the weight function stands on the source coordinate 1.9 (dashed), and
+# each of the four cells takes its weight from the curve. Right, the same four weights in line 1 of
+# the interpolation matrix $A$ with 5 lines and 8 columns. An output position is the sum of the
+# table's cells, weighted by its line. In line 0 the tap at $-1$ would be outside the table. Its
+# weight goes to the border cell 0, and so does every tap that falls outside.
+
+# %% [markdown]
+# **Your code: the whole matrix.** Write the interpolation matrix of one axis with `out_size`
+# lines and `in_size` columns, in float64. The function `keys_weight(distances)` gives the
+# weights. `clamp(0, in_size - 1)` moves a cell outside to the border, where the weights must be
+# *added* (`scatter_add` or a loop).
+
+
+# %%
+def my_axis_matrix(out_size, in_size):
+    """(out_size, in_size) float64: line j holds the weights of output position j."""
+    return ...
+
+
+# %% [markdown]
+# The check compares with torch. A matrix times the unit vectors gives the columns of the matrix,
+# so it is enough to interpolate an identity matrix.
+
+
+# %%
+def torch_matrix(out_size, in_size):
+    cells = torch.eye(in_size, dtype=torch.float64).view(in_size, 1, 1, in_size)
+    return F.interpolate(cells, (1, out_size), mode="bicubic").view(in_size, out_size).T
+
+
+check_function(
+    "interpolation matrix",
+    my_axis_matrix,
+    [((out, size), torch_matrix(out, size)) for out, size in [(5, 8), (12, 5), (1, 6), (7, 7)]],
+    rtol=1e-9,
+    hint="centre (j + 1/2) in_size / out_size - 1/2; four cells from floor(centre) - 1; add, not set",
+)
+
+# %% [markdown]
+# ### Two choices inside the word "bicubic"
+#
+# "Bicubic" fixes neither the constant $c$ nor where $u_j$ lies. Programs differ in both:
+#
+# - **The constant.** torch uses $c = -0.75$, and $-0.5$ if `antialias=True`. (For a grid smaller
+#   than the table, `antialias` also takes more than 4 taps. That is a second difference.)
+# - **The centres.** `align_corners=True` puts the first and the last position on the first and
+#   the last cell: $u_j = j \cdot 7/4$ for 5 positions on 8 cells.
+#
+# Which constant does a program use? Interpolate a single 1 among zeros. The result is the list of
+# the weights, the [impulse response](GLOSSARY.md#impulse-response).
+
+# %%
+impulse = torch.zeros(1, 1, 1, 9, dtype=torch.float64)
+impulse[..., 4] = 1
 modes = {
-    "bicubic (a = -0.75)": {"mode": "bicubic"},
-    "antialias (a = -0.5)": {"mode": "bicubic", "antialias": True},
+    "c = -0.75, torch's bicubic": {"mode": "bicubic"},
+    "c = -0.5, antialias=True": {"mode": "bicubic", "antialias": True},
     "bilinear": {"mode": "bilinear"},
 }
-kernels = {words: F.interpolate(impulse, size=(1, 900), **how).flatten().numpy() for words, how in modes.items()}
+fine = {words: F.interpolate(impulse, (1, 900), **how).flatten() for words, how in modes.items()}
+offsets = (torch.arange(900, dtype=torch.float64) + 0.5) / 100 - 4.5  # from the 1, in cells
+for c, response in zip((-0.75, -0.5), fine.values(), strict=False):
+    print(f"torch's weights are k with c = {c}:", torch.allclose(response, keys_weight(offsets, c)))
 
 # %%
-distance = (np.arange(900) + 0.5) / 100 - 0.5 - 4  # from the 1, in cells
-j = np.arange(5)
-half_pixel, corners = "half-pixel centres: x = (j + 1/2) 8/5 - 1/2", "corners aligned: x = j 7/4"
-centres = {half_pixel: (j + 0.5) * 8 / 5 - 0.5, corners: j * 7 / 4}
-fig, axes = position.kernel_and_centres(distance, kernels, centres, 8, "Two choices hide in the word bicubic")
+j = torch.arange(5)
+centres = {
+    "half-pixel centres: u = (j + 1/2) 8/5 - 1/2": ((j + 0.5) * 8 / 5 - 0.5).numpy(),
+    "aligned corners: u = j 7/4": (j * 7 / 4).numpy(),
+}
+curves = {words: response.numpy() for words, response in fine.items()}
+title = "Two choices hide in the word bicubic"
+fig, axes = position.kernel_and_centres(offsets.numpy(), curves, centres, 8, title)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* left, the larger $|a|$ dips lower, so it sharpens more; all curves agree at whole distances, where the table itself is read.
-# Right, five positions on eight cells: aligned corners pull the outer ones to the border.
-#
-# ### What it should cost
-#
-# | operator | multiply-adds a feature | fewest bytes |
-# |---|---|---|
-# | `interpolate`, torch's bicubic | $(16 + 4)\,hw$ | the table's rows it needs + the result |
-# | `gather`, 16 weighted rows a patch | $16\,hw$ | the same |
-# | `separable`, one axis after the other | $4 \min(64h, 64w) + 4hw$ | the same |
-# | `cached`, a hit | 0 | the entry + the result |
-#
-# `adaptive` takes `gather` or `separable`, whichever moves fewer rows. Which of the five do you expect to be how far from its bytes?
-
-
-# %%
-def predict(grid, D=1152, side=64, itemsize=4):
-    """Operator -> (FLOPs, fewest bytes moved)."""
-    h, w = grid
-    needed = min(4 * h, side) * min(4 * w, side)  # rows of the table that taps can touch
-    work = {"interpolate": 20 * h * w, "gather": 16 * h * w, "separable": 4 * min(h * side, side * w) + 4 * h * w}
-    work["adaptive"] = work["separable"] if 2 * work["separable"] < 20 * h * w else work["gather"]  # by rows moved
-    predicted = {name: (2 * D * count, (needed + h * w) * D * itemsize) for name, count in work.items()}
-    return predicted | {"cached": (0, 2 * h * w * D * itemsize)}
-
-
-for one in [(4, 40), (36, 46), (446, 12)]:
-    words = [f"{name} {flops / 1e6:.0f}" for name, (flops, _) in predict(one).items()]
-    print(f"{one[0]:3d} x {one[1]:2d}  MFLOP: {', '.join(words)};  MB: {predict(one)['gather'][1] / 1e6:.1f}")
+# *How to read it:* left, a larger $|c|$ dips lower and therefore sharpens more. All curves agree
+# at whole distances. Right, five positions on eight cells. Half-pixel centres lie in the middle
+# of their share of the axis; aligned corners pull the outer positions to the border. MoonViT was
+# trained with $c = -0.75$ and half-pixel centres.
 
 # %% [markdown]
-# ## Build
+# ## Build: four wrong versions
 #
-# The rule, as a matrix for one axis. Both choices are arguments, so that we can take the wrong ones too; a column of the matrix must be torch's kernel.
-
+# Both axes together: $E = A_h \cdot \text{table} \cdot A_w^\top$ for each feature, with one matrix
+# for the rows and one for the columns. `resample` in `kimivl_lab/lessons/resampling.py` does
+# this in float64, with both choices as arguments. So we can make the wrong versions too. The first
+# was a real bug in a port of MoonViT ([mlx-vlm issue
+# 1241](https://github.com/Blaizzy/mlx-vlm/issues/1241)); the others are one argument away.
+#
+# **Your guess.** The grid is 32 x 46. Which version differs most from the right one?
 
 # %%
-def axis_matrix(out_size, in_size, a=-0.75, corners=False):
-    """(out_size, in_size) float64: row j holds the weights of output position j."""
-    j = torch.arange(out_size, dtype=torch.float64)
-    x = j * (in_size - 1) / (out_size - 1) if corners else (j + 0.5) * in_size / out_size - 0.5
-    cells = x.floor()[:, None] + torch.arange(-1, 3)  # (out_size, 4)
-    d = (x[:, None] - cells).abs()
-    near, far = (a + 2) * d**3 - (a + 3) * d**2 + 1, a * (d**3 - 5 * d**2 + 8 * d - 4)
-    matrix = torch.zeros(out_size, in_size, dtype=torch.float64)
-    return matrix.scatter_add(1, cells.long().clamp(0, in_size - 1), torch.where(d <= 1, near, far))
-
-
-def resample(table, grid, **choices):
-    """(H, W, D) -> (h, w, D), in float64."""
-    rows, columns = (axis_matrix(out, size, **choices) for out, size in zip(grid, table.shape[:2], strict=True))
-    return torch.einsum("yi,xj,ijd->yxd", rows, columns, table.double())
-
-
-for a, torch_kernel in zip((-0.75, -0.5), kernels.values(), strict=False):
-    assert abs(axis_matrix(900, 9, a)[:, 4].numpy() - torch_kernel).max() < 1e-12
-
-# %% [markdown]
-# Is bicubic worth it? Resample the learned table to another grid and back; what does not return is lost.
-
-# %%
-def torch_resample(table, to, mode, **how):
-    return F.interpolate(table.permute(2, 0, 1)[None], to, mode=mode, **how)[0].permute(1, 2, 0)
-
-
-expected = {(16, 16): (0.241, 0.246, 0.661), (30, 46): (0.080, 0.133, 0.517), (64, 64): (0.011, 0.079, 0.499)}
-for there, noted in expected.items():
-    there_and_back = lambda mode: torch_resample(torch_resample(table, there, mode), (37, 37), mode)
-    modes = ("bicubic", "bilinear", "nearest", "nearest-exact")
-    losses = [relative_error(there_and_back(mode), table) for mode in modes]
-    print(there, ", ".join(f"{mode} {loss:.3f}" for mode, loss in zip(modes, losses, strict=True)))
-    assert all(abs(got - want) < 6e-4 for got, want in zip(losses, noted, strict=False))
-
-# %% [markdown]
-# Enlarged and back, bicubic loses 1 % where bilinear loses 8 %; shrunk far below the table's detail, no kernel saves it. "nearest" is not as bad as it
-# looks: torch rounds its coordinates **down**, which shifts the table; "nearest-exact" rounds from the centres.
-#
-# ### Four near misses
-#
-# Each of these is somebody's real bug. Where would a test have to look?
+wrong = {
+    "c = -0.5": resample(table, grid, c=-0.5),
+    "aligned corners": resample(table, grid, corners=True),
+    "antialiased": torch_resample(table, grid, antialias=True),
+    "bilinear": torch_resample(table, grid, "bilinear"),
+}
+worst_guess = guess("largest error", None, choices=tuple(wrong))
 
 # %%
 exact = resample(table, grid)
-wrong = {"a = -0.5": resample(table, grid, a=-0.5), "corners aligned": resample(table, grid, corners=True)}
-wrong["antialiased"] = torch_resample(table, grid, "bicubic", antialias=True)
-wrong["bilinear"] = torch_resample(table, grid, "bilinear")
-misses = {words: relative_error(E, exact) for words, E in wrong.items()}
-each = lambda E: ((E - exact).norm(dim=-1) / exact.norm(dim=-1)).numpy()
-maps = {f"{words}\n{misses[words]:.1%} overall": each(E) for words, E in wrong.items()}
-fig, axes = position.fault_maps(maps, f"Four near misses on a {grid[0]} x {grid[1]} grid")
+misses = {words: relative_error(one, exact) for words, one in wrong.items()}
+of_patch = exact.norm(dim=-1)
+errors = {
+    f"{words}\n{misses[words]:.1%} overall": ((one - exact).norm(dim=-1) / of_patch).numpy()
+    for words, one in wrong.items()
+}
+print("largest error:", max(misses, key=lambda words: misses[words]), "| guess:", worst_guess.value)
+fig, axes = position.fault_maps(errors, f"Four near misses on a {grid[0]} x {grid[1]} grid")
 plt.show()
 
 # %% [markdown]
-# *How to read it:* a wrong constant hurts everywhere except where a coordinate meets a cell; aligned corners are right in the middle and drift to the border.
-# A shape, a norm or a picture of the result would not show any of them, and at the table's own size all four are exact:
-
-# %%
-own = {a: resample(table, (37, 37), a=a) for a in (-0.75, -0.5)} | {"corners": resample(table, (37, 37), corners=True)}
-print("exact at 37 x 37:", {choice: relative_error(E, table) < 1e-12 for choice, E in own.items()})
-print("wrong at 32 x 46:", {words: f"{miss:.1%}" for words, miss in misses.items()})
-assert grid == (32, 46) and all(relative_error(E, table) < 1e-12 for E in own.values())
-assert all(0.02 < miss < 0.07 for miss in misses.values())
-
-# %% [markdown]
-# ## Check equality
+# *How to read it:* a dark patch has a large error. A wrong constant is wrong everywhere, except
+# where a centre meets a cell on both axes (light dots). Aligned corners are right in the middle of the image
+# and drift towards the border.
 #
-# The library's operators against the matrices above: float32 against float64, on grids up and down, square and not, several in one call, and with the wrong
-# constant as the control that must fail.
+# Could a simple test find them? Three candidates: the shape of the result, its norm, and a
+# comparison at the table's own size.
 
 # %%
-emb = Learnable2DInterpPosEmb(64, 64, 16).eval()
-emb.weight.normal_(generator=torch.Generator().manual_seed(0))
-grids = [(36, 46), (2, 510), (446, 12), (66, 66), (4, 40), (64, 64)]
-want, control = (torch.cat([resample(emb.weight, g, a=a).flatten(0, 1) for g in grids]) for a in (-0.75, -0.5))
-for name in ("gather", "separable", "adaptive", "cached"):
-    error = relative_error(emb.get_pos_embeds(grids, implementation=name), want)
-    print(f"{name:10s} {len(grids)} grids, {len(want):,} patches, below 1e-7: {error < 1e-7}")
-assert error < 1e-7 < 0.05 < relative_error(control, want)
+own = {
+    "c = -0.5": resample(table, (37, 37), c=-0.5),
+    "aligned corners": resample(table, (37, 37), corners=True),
+    "antialiased": torch_resample(table, (37, 37), antialias=True),
+    "bilinear": torch_resample(table, (37, 37), "bilinear"),
+}
+print("version           shape           norm / right norm   error 32 x 46   error 37 x 37")
+for words, one in wrong.items():
+    norm, at_home = one.norm() / exact.norm(), relative_error(own[words], table)
+    print(f"{words:17s} {tuple(one.shape)}   {norm:17.3f} {misses[words]:15.1%} {at_home:15.1e}")
+assert max(relative_error(one, table) for one in own.values()) < 1e-12 < 0.02 < min(misses.values())
 
 # %% [markdown]
-# And `interpolate`, torch's own? It is what everybody calls the reference.
+# The shape is right, and the norm differs by 2 % or less. At the table's own size all four are
+# exact, because each centre meets a cell. So a test needs another grid: not the table's size, not
+# square, one side larger and one smaller than the table's.
+
+# %% [markdown]
+# ## Check equality: the library against the matrices
+#
+# The library has three implementations of the same formula:
+#
+# - `interpolate`: torch's bicubic, the reference in most code;
+# - `gather`: each patch is the weighted sum of its $4 \cdot 4 = 16$ cells of the table;
+# - `separable`: first one axis with 4 taps, then the other axis with 4 taps.
+#
+# `adaptive` takes `gather` or `separable`, whichever moves less (exercise 3). The check compares
+# them with the matrices on six grids. The control is the wrong constant: it must fail.
+
+# %%
+module = Learnable2DInterpPosEmb(64, 64, 16).eval()  # the table of 64 x 64, with 16 features
+module.weight.normal_(generator=torch.Generator().manual_seed(0))
+grids = [(36, 46), (2, 510), (446, 12), (66, 66), (4, 40), (64, 64)]
+right = torch.cat([resample(module.weight, one).flatten(0, 1) for one in grids])
+for name in ("gather", "separable", "adaptive", "interpolate"):
+    error = relative_error(module.get_pos_embeds(grids, implementation=name), right)
+    print(f"{name:12s} error below 1e-7: {error < 1e-7!s:6s} below 1e-5: {error < 1e-5}")
+control = torch.cat([resample(module.weight, one, c=-0.5).flatten(0, 1) for one in grids])
+print(f"control, c = -0.5: error {relative_error(control, right):.1%}")
+
+# %% [markdown]
+# ### Why torch's own operator is less exact
+#
+# All of them compute in [float32](GLOSSARY.md#float32). But torch also computes the coordinate
+# $u_j$ in float32. A float32 number has 24 bits. For a coordinate such as 60.3, six bits stand
+# before the point, and 18 are left behind it: the coordinate is rounded by up to $2^{-19}$, about
+# $2 \cdot 10^{-6}$. The weights get an error of that size. The library computes coordinates and
+# weights in float64 and rounds only the weights.
 
 # %%
 double = Learnable2DInterpPosEmb(64, 64, 16).double().eval()
-double.weight.copy_(emb.weight)
+double.weight.copy_(module.weight)
 sides = list(range(2, 257, 2))
-oracle = [double.get_pos_embeds([(n, n)], implementation="separable") for n in sides]
-errors = {"interpolate": "torch's bicubic, float32", "adaptive": "the library's adaptive, float32"}
-for name in list(errors):
-    got = [emb.get_pos_embeds([(n, n)], implementation=name) for n in sides]
-    errors[errors.pop(name)] = [relative_error(*pair) for pair in zip(got, oracle, strict=True)]
+by_side = {"torch's bicubic, float32": [], "the library's separable, float32": []}
+for side in sides:
+    best = double.get_pos_embeds([(side, side)], implementation="separable")
+    for words, name in zip(by_side, ("interpolate", "separable"), strict=True):
+        one = module.get_pos_embeds([(side, side)], implementation=name)
+        by_side[words].append(relative_error(one, best))
 title = "A rounded coordinate costs torch's float32 bicubic its last digits"
-fig, ax = position.error_by_side(sides, errors, title, "against float64, table of 64 x 64")
+fig, ax = position.error_by_side(sides, by_side, title, "against float64, table of 64 x 64")
 plt.show()
 
 # %% [markdown]
-# *How to read it:* both compute in float32, but torch also holds $x_j$ in float32, where a coordinate near 64 has only 18 bits behind its point; the library
-# takes its taps in float64 and rounds only the weights. At powers of two $64/n$ is exact, and torch as good as the library. The library's small step is
-# where `adaptive` changes its operator (exercise 1).
+# *How to read it:* one dot for each square grid. The lower dots are the best that float32 allows
+# (dashed). Where 64 divided by the side is an exact number, such as at 32 or 128, torch is as
+# exact as the library. An error of 0, at 64, is not drawn.
 #
-# ### Why float32 inside
-#
-# Models run in bfloat16, and there one rounding is unavoidable: that of the result. The library computes in float32 and rounds once. What if the weights
-# are rounded too, as torch does for a bfloat16 input?
+# Models run in [bfloat16](GLOSSARY.md#bfloat16), with about 3 decimal digits. One rounding cannot
+# be avoided there: that of the result. The library computes in float32 and rounds once. If the
+# weights are rounded too, as torch does with a bfloat16 table, the result gets worse:
 
 # %%
-assert [1e-6 < max(values) < 1e-5 for values in errors.values()] == [True, False]
 half = Learnable2DInterpPosEmb(37, 37, 384).bfloat16().eval()
 half.weight.copy_(table)
-right = resample(half.weight, grid).flatten(0, 1)
-low = torch_resample(half.weight, grid, "bicubic").flatten(0, 1)
-for words, E in {"float32, cast once": half.get_pos_embeds([grid]), "bfloat16 weights": low}.items():
-    share = (E == right.bfloat16()).double().mean().item()
-    print(f"{words:19s} error {relative_error(E, right):.4f}, correctly rounded: {share:.0%} of the numbers")
+best = resample(half.weight, grid).flatten(0, 1)
+rounded_weights = torch_resample(half.weight, grid).flatten(0, 1)
+variants = {"float32, rounded once": half.get_pos_embeds([grid]), "all in bfloat16": rounded_weights}
+for words, one in variants.items():
+    share = (one == best.bfloat16()).double().mean().item()
+    print(f"{words:22s} error {relative_error(one, best):.4f}, correctly rounded: {share:.0%}")
 
 # %% [markdown]
-# ## Measure
+# ## Predict: what should it cost?
 #
-# On your machine: the noted table's size, 64 x 64 x 1152 in float32, and a grid of a 640 x 480 picture. The floor is a copy of as many bytes, timed in
-# the same rounds. Below it the recorded run, with more grids and batches of real sizes.
+# Take the grid 36 x 46 ($n = 1{,}656$ patches), $D = 1{,}152$ and float32.
+#
+# **FLOPs.** One tap of one feature is a multiplication and an addition, 2 FLOPs.
+#
+# | implementation | sums | for 36 x 46 |
+# |---|---|---|
+# | `gather` | $16 n$ | $16 \cdot 1{,}656 = 26{,}496$ |
+# | `interpolate` | $(16 + 4)\, n$ | $33{,}120$ |
+# | `separable` | **yours** | **yours** |
+#
+# Each sum has $D$ features, so `gather` does $2 \cdot 1{,}152 \cdot 26{,}496 = 61$ MFLOP.
+#
+# **Bytes.** Every implementation must read the cells that the grid needs and write the result. A
+# row of the grid touches at most 4 rows of the table. So the grid 36 x 46 needs all 64 x 64 cells,
+# but the grid 4 x 40 needs only $16 \cdot 64 = 1{,}024$. For 36 x 46 that makes $(4{,}096 +
+# 1{,}656) \cdot 1{,}152 \cdot 4$ bytes, 26.5 MB.
+#
+# **Your code.** `separable` first makes $h \times 64$ cells (each from 4 taps along the columns),
+# then $h \times w$ from these. Or it begins with the other axis and makes $64 \times w$. It takes
+# the cheaper order. Write the FLOPs.
+
+
+# %%
+def separable_flops(h, w, D=1152):
+    return ...
+
+
+cases = {one: operator_work(one)["separable"].flops for one in [(36, 46), (446, 12), (4, 40)]}
+hint = "4 taps for each cell in between, 4 for each patch; 2 FLOPs and D features for each tap"
+check_function("FLOPs of separable", separable_flops, cases, hint=hint)
+
+# %% [markdown]
+# The FLOPs for each byte say what the operators wait for. With $p/b$ of hundreds on a GPU, and
+# tens on a CPU, it is clear for all of them:
+
+# %%
+print("grid (h x w)      MFLOP: interpolate   gather   separable      MB   FLOP/byte, at most")
+for one in [(4, 40), (36, 46), (446, 12), (128, 128)]:
+    work = operator_work(one)
+    flops = [work[name].flops / 1e6 for name in ("interpolate", "gather", "separable")]
+    most = max(of.intensity for of in work.values())
+    numbers = f"{flops[0]:23.0f} {flops[1]:8.0f} {flops[2]:11.0f} {work['gather'].moved / 1e6:7.1f}"
+    print(f"{one[0]:3d} x {one[1]:3d} {numbers} {most:12.1f}")
+
+# %% [markdown]
+# The FLOPs of the three differ little, and the bytes are the same. So should the times be, if
+# each implementation came close to its bytes.
+#
+# **Your guess.** How many times slower than `separable` is torch's `interpolate` for 36 x 46 on a
+# CPU?
+
+# %%
+slower_guess = guess("interpolate over separable", None, unit="times")
+
+# %% [markdown]
+# ## Measure: three implementations and the least time
+#
+# First on your machine, with the published size of the table and the grid 36 x 46. The **byte
+# floor** is the time of a copy that moves as many bytes; it is timed in the same rounds. All
+# variants run in random order. `adaptive` calls the code of `separable` here: its time shows how
+# far two measurements of the same code differ.
 
 # %% tags=["nbval-ignore-output"]
 full = Learnable2DInterpPosEmb(64, 64, 1152).to(device).eval()
 full.weight.normal_()
-cost = predict((36, 46))
-source = torch.ones(cost["gather"][1] // 8, device=device)
+names = ("interpolate", "gather", "separable", "adaptive")
+runs = {
+    name: lambda name=name: full.get_pos_embeds([(36, 46)], implementation=name) for name in names
+}
+source = torch.ones(operator_work((36, 46))["gather"].moved // 8, device=device)  # read and written
 target = source.clone()
-runs = {name: lambda name=name: full.get_pos_embeds([(36, 46)], implementation=name) for name in cost}
-timed = time_interleaved(runs | {"copy": lambda: target.copy_(source)}, device=device, warmup=2, repeats=9)
-per_ms = 2 * source.nbytes / timed["copy"].p50_ms
-print(f"{device_name(device)}, 36 x 46, a copy moves {per_ms / 1e6:.1f} GB/s")
-print("operator      MFLOP     MB  floor ms   ms p50 (p20 to p80)   time/floor")
-for name, (flops, moved) in cost.items():
-    t, least = timed[name], moved / per_ms
-    spread = f"{t.p50_ms:.2f} ({t.p20_ms:.2f} to {t.p80_ms:.2f})"
-    print(f"{name:12s} {flops / 1e6:6.0f} {moved / 1e6:6.1f} {least:9.2f}   {spread:22s} {t.p50_ms / least:7.1f}")
+runs["copy"] = lambda: target.copy_(source)
+timed = time_interleaved(runs, device=device, warmup=2, repeats=9)
+least = timed["copy"].p50_ms
+print(f"{device_name(device)}: 36 x 46, byte floor {least:.2f} ms")
+for name in names:
+    t = timed[name]
+    spread = f"{t.p50_ms:6.2f} (p20 {t.p20_ms:.2f}, p80 {t.p80_ms:.2f})"
+    print(f"{name:12s} ms p50 {spread:36s} over the floor {t.p50_ms / least:5.1f}")
+ratio = timed["interpolate"].p50_ms / timed["separable"].p50_ms
+compare(Comparison(slower_guess, measured=ratio))
+
+# %% [markdown]
+# Then the kept [record](GLOSSARY.md#record), with more grids.
 
 # %% tags=["headline"]
-records, origin = read_record(find_record("position", data_path("measurements"), device="cpu-*", dtype="float32"))
-names = {"interpolate": "torch"} | {name: name for name in ("gather", "separable", "adaptive")} | {"cache_hit": "hit"}
-gains = [row["speedup_ratio"] for row in records if row["variant"] == "adaptive"]
-title = f"Whole rows instead of torch's bicubic: {min(gains):.0f} to {max(gains):.0f} times faster"
-assert len(gains) > 3 and max(row["relative_error"] for row in records) < 5e-6
+folder = data_path("measurements")
+rows, origin = read_record(find_record("position", folder, device="cpu-*", dtype="float32"))
+rows = [row for row in rows if " of " not in row["case"]]  # single images; batches are lesson 25
+gains = [row["speedup_ratio"] for row in rows if row["variant"] == "separable"]
+title = f"Whole cells at once: {min(gains):.1f} to {max(gains):.1f} times faster than torch"
+shown = {"interpolate": "torch", "gather": "gather", "separable": "separable"}
 note = floor.recorded_on(origin, "float32, D = 1,152, median and p20 to p80")
-fig, ax = floor.times_over_floor(records, names, reference="interpolate", best="adaptive", title=title, subtitle=note)
+fig, ax = floor.times_over_floor(
+    rows, shown, reference="interpolate", best="separable", title=title, subtitle=note
+)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* the upright tick copies the whole table and the result, once. torch computes hardly more than `gather`, but looks up indices and weights anew for
-# every single number; the row operators do it once for 1,152 of them. A hit reads no table and a low grid only some of it, so both may lie left of the tick.
+# *How to read it:* one line for each grid (h x w). The upright tick is the byte floor: the time
+# to read the table's cells that this grid needs and to write the result. It grows with the grid,
+# and it is short for low grids such as 4 x 40, which need few cells. The numbers at the right are
+# torch's time over `separable`'s.
 #
-# On a GPU torch's operator has another reason to be slow: it spreads over output positions and walks the 1,152 features in a loop
-# ([PyTorch PR 174578](https://github.com/pytorch/pytorch/pull/174578) measures Kimi's own shapes).
-#
-# ### A cache, and what bounds it
-#
-# A server sees few distinct grids, so keep the embeddings: key `(h, w, dtype, device)`, host values only. An entry is $2 \cdot 1152 = 2304$ bytes a patch in bfloat16. What does a bound
-# of 256 entries bound?
-
-# %%
-for words, patches in {"limit 4,096": 4096, "limit 16,384": 16384, "512 x 512, rope's largest": 512 * 512}.items():
-    print(f"256 entries of {patches:7,d} patches ({words}): {256 * patches * 2304 / 2**30:6.2f} GiB")
-assert [256 * n * 2304 / 2**30 for n in (4096, 16384, 512 * 512)] == [2.25, 9, 144]
+# torch does hardly more FLOPs than `gather`. But its CPU code fetches indices and weights again
+# for every number of the result. `gather` and `separable` fetch them once for the 1,152 numbers
+# of a cell. On a GPU torch's operator is slow for another reason: each thread walks through all
+# features in a loop ([PyTorch PR 174578](https://github.com/pytorch/pytorch/pull/174578) measures
+# it on Kimi's table).
 
 # %% [markdown]
-# Nothing: bytes do. And which entry goes first when the bound is reached? SGLang, as read in release 0.5.23, keeps 256 entries and drops the one inserted first
-# ([PR 30869](https://github.com/sgl-project/sglang/pull/30869)); vLLM, as read in release 0.32, keeps none. Here is that policy, and two others, in **our** `PositionCache`, on
-# real sizes. Entries are meta tensors: true sizes, no memory. Below it the record, with more traffic and more bounds: "hot and cold" is four pictures in
-# five of eight sizes, the rest clip art; the last is a data set of 300 sizes, read in order, again and again.
-
+# And `gather` against `separable`, as predicted by FLOPs and as recorded:
 
 # %%
-def replay(store, grids):
-    """Looks every grid up -> hit rate, most MiB held, evictions."""
-    most = 0
-    for h, w in grids:
-        store.get((h, w), lambda h=h, w=w: torch.empty(h * w, 1152, dtype=torch.bfloat16, device="meta"))
-        most = max(most, store.stats.bytes)
-    return store.stats.hit_rate, most / 2**20, store.stats.evictions
-
-
-entries = {"max_bytes": None, "max_entries": 256}
-bounds = {"fifo, 256 entries": entries | {"policy": "fifo"}, "lru, 256 entries": entries}
-bounds["lru, 256 MiB"] = {"max_bytes": 2**28}
-for limit in (4096, 16384):
-    drawn = [image_geometry(*size, in_token_limit=limit).grid_hw for size in draw_sizes("receipts", 2000)]
-    for words, bound in bounds.items():
-        rate, most, _ = replay(PositionCache(**bound), drawn)
-        print(f"receipts, limit {limit:6,d}  {words:18s} hit rate {rate:.3f}, most {most:6.0f} MiB")
-
-# %%
-rows, _ = read_record(find_record("position_cache", data_path("measurements")))
-cases = {"coco_val2017": "photographs", "pew_charts": "charts", "receipts": "receipt scans", "clipart": "clip art"}
-cases |= {"hot_cold": "hot and cold sizes", "cyclic": "300 sizes, round and round"}
-held = [row["largest_mib"] for row in rows if row["case"] in cases and row["bound_entries"] == 256]
-title = f"A bound of 256 entries held {min(held):,.0f} to {max(held):,.0f} MiB"
-note = f"{rows[0]['images']:,.0f} pictures each, limit 4,096, bfloat16, D = 1,152  ·  {plots.COUNTED}"
-fig, axes = cache.hit_rates(rows, cases, entries=256, mib=256, title=title, subtitle=note)
-plt.show()
+ms = {(row["case"], row["variant"]): row["latency_ms_p50"] for row in rows}
+print("grid (h x w)   FLOPs separable / gather   time separable / gather")
+for case in dict.fromkeys(row["case"] for row in rows):
+    work = operator_work(tuple(map(int, case.split("x"))))
+    by_flops = work["separable"].flops / work["gather"].flops
+    by_time = ms[case, "separable"] / ms[case, "gather"]
+    print(f"{case:12s} {by_flops:21.2f} {by_time:25.2f}")
+    assert by_time > by_flops, "the time falls less than the FLOPs"
 
 # %% [markdown]
-# *How to read it:* at the same memory, bounding bytes (dark) keeps more of the small entries and wins or ties, and first-in-first-out comes last; dotted is what remains when
-# each grid is missed once, dashed the library's default of 256 MiB. Round and round, every policy is useless until everything fits.
-#
-# ### A stale entry
-#
-# Worse than a miss is a wrong hit. Change the table in place, as an optimiser or `load_state_dict` does. A bare cache does not notice; `get_pos_embeds` calls
-# `cache.watch(weight)` first, which compares autograd's version counter and drops everything that an older table made.
-
-# %%
-assert max(held) > 4 * min(held)
-assert all(row["largest_mib"] <= row["bound_mib"] for row in rows if row["bound_mib"])
-rate = {(r["case"], r["policy"], r["bound_entries"]): r["hit_rate"] for r in rows if r["bound_entries"]}
-assert all(rate[case, "lru", n] >= value for (case, _, n), value in rate.items())
-bare = PositionCache()
-unwatched = lambda: bare.get(grid, lambda: emb.get_pos_embeds([grid], implementation="adaptive"))
-watched = lambda: emb.get_pos_embeds([grid], implementation="cached")
-_ = unwatched(), watched()
-emb.weight.neg_()
-truth = resample(emb.weight, grid).flatten(0, 1)
-stale, fresh = relative_error(unwatched(), truth), relative_error(watched(), truth)
-print(f"without watch: error {stale:.1f}; with watch: below 1e-7: {fresh < 1e-7}")
-assert stale > 1 and fresh < 1e-7 and emb.cache.stats.invalidations == 1
+# On every grid the time falls less than the FLOPs, and on small grids it may not fall at all.
+# Both operators wait for memory, and `separable` also writes and reads the cells in between.
+# Neither is at the floor, because each tap reads a whole cell again, even if from a
+# [cache](GLOSSARY.md#cache) of the processor.
 
 # %% [markdown]
 # ## What to remember
 #
-# - Resample with $a = -0.75$, half-pixel centres, no antialias; test off the table's own size, not square, up and down: at its own size every mistake is exact.
-# - Take coordinates in float64 or integers, weights and sums in float32, and round once at the end.
-# - Resampling is a sum of at most 16 rows. Moved as whole rows it comes within a few times a copy of table and result; number by number it does not.
-# - Bound a cache in bytes; drop the least recently used; watch what the entries were made from. It pays when grids repeat, and not for a scan larger than the bound.
+# - The rule: constant $-0.75$, half-pixel centres, no antialias, border cells repeated. At the
+#   table's own size every mistake is exact; test a grid that is not square and of another size.
+# - Compute coordinates in float64 or in integers and sums in float32, and round once at the end.
+# - The operator does a few FLOPs for each byte, so it waits for memory. Written for whole cells it
+#   comes within a few times its byte floor; number by number it does not.
+# - A time over its byte floor shows the implementation. FLOPs would not have shown it.
 
 # %% tags=["result"]
-first, second = misses["a = -0.5"], misses["corners aligned"]
-print(f"On a 32 x 46 grid a = -0.5 is {first:.1%} wrong, aligned corners {second:.1%}; at the table's own size, 0.")
-print("256 cached entries: 2.25 GiB at 4,096 patches, 9 GiB at 16,384; a bound in bytes holds at any size.")
+first, second = misses["c = -0.5"], misses["aligned corners"]
+print(f"On a 32 x 46 grid the constant -0.5 is {first:.1%} wrong and aligned corners {second:.1%};")
+print("at the table's own size both are exact, so a test there finds neither.")
+
+# %% [markdown]
+# ## On Monday
+#
+# - **Decide** whether your port of the encoder needs a test. It does if its position test uses a
+#   64 x 64 grid or square grids only. Compare the features of one 644 x 504 image (width x height,
+#   grid 36 x 46) with the published code; exercise 1 has the same kind of numbers.
+# - **Flag:** vLLM 0.32, as read, has no flag for this operator and recomputes it for each image.
+#   SGLang has the variable `SGLANG_VIT_ENABLE_VECTORIZED_POS_EMBED`, default 1, as read in a copy
+#   of its source: one vectorised call instead of a loop over images. It belongs to the models that
+#   use it; look it up for yours. In this library: `EncoderOptions(position="adaptive")`, or
+#   `"cached"`, which is the default and the topic of [lesson 25](25_position_cache.ipynb).
+# - **Check:** record one request with `torch.profiler` and look for `upsample_bicubic2d`. Divide
+#   its time by that of the whole encoder. Under 1 %: leave it.
 
 # %% [markdown]
 # ## Exercises
 #
-# Solved in [solutions/20_position_embedding__SOLUTION.ipynb](solutions/20_position_embedding__SOLUTION.ipynb).
+# Solutions, with the steps:
+# [solutions/20_position_embedding__SOLUTION.ipynb](solutions/20_position_embedding__SOLUTION.ipynb).
 #
-# **1.** `adaptive` counts rows: `gather` moves $16hw$ read and $4hw$ written and read; `separable` $8\,(\min(64h, 64w) + hw)$. From which longest side on is `separable` chosen?
+# ### 1. A line at the border, by hand
+#
+# 32 output positions on 64 cells, $c = -0.75$. What is the weight of cell 0 in line 0? Three
+# digits.
 
 # %%
-answer_1 = None  # in patches
+answer_1 = None
 
-if answer_1 is None:
-    print("not answered yet")
-else:
-    for one, chosen in {(2, answer_1 - 1): "gather", (answer_1, 2): "separable"}.items():
-        assert torch.equal(*(emb.get_pos_embeds([one], implementation=name) for name in ("adaptive", chosen)))
+line = axis_matrix(32, 64)[0]
+check(
+    "weight of cell 0",
+    answer_1,
+    line[0].item(),
+    rtol=0.002,
+    hint="the centre is 0.5; the taps are -1, 0, 1, 2; the tap at -1 goes to cell 0",
+    near={line[1].item(): "the tap at -1 is missing: its weight goes to cell 0 too"},
+)
 
 # %% [markdown]
-# **2.** A miss costs more than no cache at all: it also fills fresh memory and keeps it. From which hit rate on does a cache pay, if computing takes `compute`, a hit `hit` and a miss `miss`?
+# ### 2. The floor of a strip
+#
+# How many bytes must any implementation move at least for a grid of 6 x 10 (rows x columns), with
+# the 64 x 64 table, $D = 1{,}152$ and bfloat16?
 
 # %%
-break_even = lambda compute, hit, miss: None  # a hit rate
+answer_2 = None  # bytes
 
-if break_even(10, 2, 18) is None:
-    print("not answered yet")
-else:
-    assert break_even(10, 2, 10) == 0 and break_even(10, 2, 18) == 0.5 and break_even(4, 4, 5) == 1
+check(
+    "bytes",
+    answer_2,
+    operator_work((6, 10), itemsize=2)["gather"].moved,
+    rtol=0.01,
+    hint="cells that the taps can touch, plus patches, times 2,304 bytes",
+    near={
+        (4096 + 60) * 2304: "a strip does not need the whole table",
+        needed_cells((6, 10)) * 2304: "the result is written too",
+    },
+)
 
 # %% [markdown]
-# **3.** Which bound in bytes holds every grid of the receipt scans at once, and not a byte more?
+# ### 3. When `adaptive` changes its operator
+#
+# `adaptive` counts cells that are moved. `gather` moves $20hw$ in all: 16 read for each patch, and
+# 4 for the result and its copy. `separable` moves $8\,(\min(64h, 64w) + hw)$ in all. What is the
+# smallest **even** number of patches on the longer side for which `separable` moves less?
 
 # %%
-answer_3 = None  # in bytes, bfloat16, D = 1152
+answer_3 = None  # patches
 
-if answer_3 is None:
-    print("not answered yet")
-else:
-    scans = [image_geometry(w, h).grid_hw for w, h, _ in load_sizes("receipts")]
-    evicted = [replay(PositionCache(max_bytes=bound), scans)[2] for bound in (answer_3, answer_3 - 1)]
-    assert evicted[0] == 0 < evicted[1]
+check(
+    "longer side",
+    answer_3,
+    next(s for s in range(2, 512, 2) if 8 * (64 * 2 + 2 * s) < 20 * 2 * s),
+    hint="divide both by hw: the longer side is all that is left",
+    near={43: "every side of a grid is even"},
+)
+
+# %% [markdown]
+# ### 4. What would a faster operator save? (operator)
+#
+# A CPU server encodes images of the grid 66 x 66, one at a time. The whole encoder takes 2,000 ms
+# with `interpolate`. Which part of the 2,000 ms, in %, do you save with `separable`, if both take
+# the times of the record? The cell prints them.
+
+# %%
+answer_4 = None  # %
+
+torch_ms, separable_ms = ms["66x66", "interpolate"], ms["66x66", "separable"]
+print(f"66 x 66: interpolate {torch_ms:.1f} ms, separable {separable_ms:.1f} ms")
+check(
+    "% of the encoder's time",
+    answer_4,
+    100 * (torch_ms - separable_ms) / 2000,
+    rtol=0.03,
+    hint="only the difference of the two times is saved",
+    near={
+        100 * (torch_ms - separable_ms) / torch_ms: "that is the share of the operator's own time",
+        100 * torch_ms / 2000: "separable takes time too",
+    },
+)
+
+# %% [markdown]
+# ### 5. ★ Write `gather`
+#
+# `axis_taps(out_size, in_size, dtype, "cpu")` returns two (out_size, 4) tensors: the cells of each
+# position, clamped at the border, and their weights. Write the interpolation of a table $(H, W,
+# D)$ to a grid $(h, w)$ as a weighted sum of 16 cells for each patch. The result has the shape
+# $(h, w, D)$. (Index the table once with tensors of shape $(h, 1, 4, 1)$ and $(1, w, 1, 4)$.)
+
+
+# %%
+from kimivl_lab.moonvit.position import axis_taps
+
+
+def my_gather(table, grid):
+    y, y_weight = axis_taps(grid[0], table.shape[0], table.dtype, "cpu")
+    x, x_weight = axis_taps(grid[1], table.shape[1], table.dtype, "cpu")
+    return ...
+
+
+small = torch.arange(7 * 9 * 2, dtype=torch.float64).view(7, 9, 2) ** 1.5
+check_function(
+    "gather",
+    my_gather,
+    [((small, one), resample(small, one)) for one in [(4, 11), (10, 3), (7, 9)]],
+    rtol=1e-6,
+    hint="cells (h, w, 4, 4, D) times weights (h, w, 4, 4, 1), summed over both 4s",
+)
 
 # %% [markdown]
 # ## References
 #
-# - R. Keys, [Cubic convolution interpolation](https://doi.org/10.1109/TASSP.1981.1163711), 1981: the kernel. For smooth functions $a = -1/2$ is the most
-#   accurate; the model was trained with $-3/4$.
-# - [mlx-vlm issue 1241](https://github.com/Blaizzy/mlx-vlm/issues/1241): $a = -0.5$ in a MoonViT port, right at 64 x 64, found at 36 x 46.
-# - [PyTorch PR 174578](https://github.com/pytorch/pytorch/pull/174578): the CUDA operator on position tables.
-# - [SGLang PR 30869](https://github.com/sgl-project/sglang/pull/30869): the bounded cache, as read in release 0.5.23.
-# - The table: DINOv2 ViT-S/14, [Oquab et al. 2023](https://arxiv.org/abs/2304.07193), Apache-2.0; source and licence in `data/README.md`.
+# - R. Keys, [Cubic convolution interpolation](https://doi.org/10.1109/TASSP.1981.1163711), 1981:
+#   the weight function. For smooth functions $c = -1/2$ is the most exact; the model was trained
+#   with $-3/4$.
+# - [mlx-vlm issue 1241](https://github.com/Blaizzy/mlx-vlm/issues/1241): $c = -0.5$ in a port of
+#   MoonViT. It was right at 64 x 64 and was found at 36 x 46.
+# - [PyTorch PR 174578](https://github.com/pytorch/pytorch/pull/174578): the CUDA operator on
+#   position tables.
+# - The table: DINOv2 ViT-S/14, [Oquab et al. 2023](https://arxiv.org/abs/2304.07193), Apache-2.0;
+#   source and licence are in the repository's `data/README.md`.
+#
+# Previous: [10 images to patches](10_images_to_patches.ipynb) · next: [25 position cache](25_position_cache.ipynb)
