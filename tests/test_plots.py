@@ -92,6 +92,13 @@ RATES = [
     CACHE | {"variant": "lru by bytes", "bound_mib": 64.0, "largest_mib": 60.0, "hit_rate": 0.8},
     CACHE | {"variant": "fifo by entries", "bound_entries": 256.0, "largest_mib": 500.0, "hit_rate": 0.9},
 ]
+LOOKUPS = [
+    timed("8 of receipts", name, ms, 34232, floor_ms=1.0)
+    for name, ms in (("adaptive", 10), ("cache_hit", 2), ("cache_miss", 18))
+]
+COSTLY = [
+    timed("4x40", name, ms, 160, floor_ms=1.0) for name, ms in (("adaptive", 1), ("cache_hit", 2), ("cache_miss", 3))
+]
 OPERATOR = attention.Operator(10**6, 10**7, Timing(1.9, 2.0, 2.2, 5))
 MAXIMA = amx.Maxima([[3.0], [9.0]], [[3.0], [9.0]], [[False], [True]])
 CONFIG = MoonViTConfig.preset("kimi-vl-a3b")
@@ -144,6 +151,10 @@ FIGURES = {
                       ["mine.csv: CUDA-graph budgets for 10 images", f"{PLANS['vllm'].waste[1]:.2f} times"]),
     "hit_rates": (lambda: cache.hit_rates(RATES, {"a": "letters"}, entries=256, mib=64, **TITLES),
                   ["letters", "least recently used, bounded in bytes", "256 entries", "64 MiB", "most MiB held"]),
+    "break_even_line": (lambda: cache.break_even_line(10, 2, 18, {"a quarter": 0.25}, "t"),
+                        ["a quarter: 14.0 ms", "break-even 50%", "without a cache"]),
+    "hit_and_miss": (lambda: cache.hit_and_miss([*LOOKUPS, *COSTLY], **TITLES),
+                     ["8 receipt scans, 34,232", "50%", "never", "byte floor of the hit", "no cache"]),
     "predicted_against_measured": (lambda: cost_model.predicted_against_measured({"data": [(around(6), 6)]},
                                    {"single": [(around(20), 20)]}, 0.15, **TITLES), ["measured, ms", "predicted, ms"]),
     "crossover_map": (lambda: cost_model.crossover_map({"2 ranks": np.array([[2.0, 0.25]])}, [64, 512], [1], **TITLES),

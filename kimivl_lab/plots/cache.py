@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
-from .style import COLORS, GREY, INK, new_figure, set_titles
+from ..lessons.cache_traffic import break_even, rate_words
+from .lines import Marks, Row, by_case, case_words, draw_lines, log_axis, mark, recorded_times
+from .style import COLORS, COMPUTED, GREY, INK, new_figure, set_titles
 
 POLICIES = {
     "fifo by entries": (COLORS["orange"], "s", (0, (5, 2))),
@@ -62,6 +65,62 @@ def hit_rates(
     fig.legend(handles, labels, loc="outside lower left", ncols=3, columnspacing=1.6)
     set_titles(fig, title, subtitle)
     return fig, axes
+
+
+def break_even_line(
+    compute: float, hit: float, miss: float, rates: Mapping[str, float], title: str, subtitle: str = COMPUTED
+) -> tuple[Figure, Axes]:
+    """The mean time of a lookup against the hit rate, and the time without a cache.
+
+    Args:
+        compute, hit, miss: times in ms: without a cache, of a hit and of a miss.
+        rates: words -> hit rate (0 to 1) that is marked on the line.
+    """
+    fig, ax = new_figure(9, 4.0)
+    ax.plot([0, 1], [miss, hit], color=COLORS["navy"], label="with a cache")
+    ax.axhline(compute, color=COLORS["orange"], ls=(0, (5, 2)), label="without a cache")
+    for words, rate in rates.items():
+        time = rate * hit + (1 - rate) * miss
+        ax.plot(rate, time, "o", color=COLORS["navy"], ms=8, mec="white", mew=1)
+        ax.annotate(f"{words}: {time:.1f} ms", (rate, time), (9, 3), textcoords="offset points")
+    if hit < compute < miss:
+        even = (miss - compute) / (miss - hit)
+        ax.plot(even, compute, "o", ms=13, mfc="none", mec=INK, mew=1.6)
+        ax.annotate(f"break-even {even:.0%}", (even, compute), (-4, -20), textcoords="offset points", ha="right")
+    ax.set(xlim=(0, 1), ylim=(0, 1.08 * max(miss, compute)), xlabel="hit rate", ylabel="mean time of a lookup, ms")
+    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=2)
+    set_titles(fig, title, subtitle)
+    return fig, ax
+
+
+def hit_and_miss(rows: Sequence[Row], *, title: str, subtitle: str) -> tuple[Figure, Axes]:
+    """One line for each case: the time without a cache, of a miss and of a hit, the hit's floor, and the break-even.
+
+    Args:
+        rows: of a record "position", with the variants "adaptive", "cache_miss" and "cache_hit".
+    """
+    names = {"cache_hit": "hit", "adaptive": "no cache", "cache_miss": "miss"}
+    styles = {
+        "cache_hit": mark("navy", "o", 8),
+        "adaptive": mark("sky", "^", 8.5),
+        "cache_miss": mark("orange", "s", 8),
+    }
+    cases = by_case(rows, names)
+    floors = [case["cache_hit"]["floor_ms"] for case in cases.values()]
+    marks = [Marks("byte floor of the hit", floors, {"color": INK, "marker": "|", "ms": 17, "mew": 2.6})]
+    marks += [recorded_times(cases, name, words, styles[name]) for name, words in names.items()]
+    rates = [break_even(*(case[name]["latency_ms_p50"] for name in ("adaptive", *_PAIR))) for case in cases.values()]
+    fig, ax = new_figure(10, 0.52 * len(cases) + 2.15)
+    labels = [f"{case_words(name)}, {case['adaptive']['patches']:,.0f} patches" for name, case in cases.items()]
+    notes = [rate_words(rate) for rate in rates]
+    draw_lines(ax, labels, marks, notes=notes, heading="break-even\nhit rate", lanes=0.16)
+    log_axis(ax, "time, ms")
+    set_titles(fig, title, subtitle)
+    return fig, ax
+
+
+_PAIR = ("cache_hit", "cache_miss")
 
 
 def _points(rows: Sequence[Mapping[str, Any]], variant: str) -> tuple[list[float], list[float]]:

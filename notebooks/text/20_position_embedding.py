@@ -22,7 +22,8 @@
 #
 # ## The question
 #
-# How does one learned table give a position embedding to images of every size, and how fast can that be?
+# How does one learned table give a position embedding to images of every size, and how fast can
+# that be?
 
 # %% [markdown]
 # ## You will be able to
@@ -149,8 +150,8 @@ plt.show()
 # c\,(\delta^3 - 5\delta^2 + 8\delta - 4) & 1 < \delta < 2\end{cases}$$
 #
 # For the cell at distance 0.9: $1.25 \cdot 0.729 - 2.25 \cdot 0.81 + 1 = 0.089$. For the cell at
-# 1.1: $-0.75 \cdot (1.331 - 6.05 + 8.8 - 4) = -0.061$. A weight can be negative; the four
-# weights sum to 1.
+# 1.1: $-0.75 \cdot (1.331 - 6.05 + 8.8 - 4) = -0.061$. A weight can be negative; the four weights
+# sum to 1.
 #
 # **Your guess.** Which weight has the nearest cell, at distance 0.1?
 
@@ -160,7 +161,7 @@ weight_guess = guess("weight at distance 0.1", None)
 # %%
 distances = torch.tensor([1.9, 0.9, 0.1, 1.1], dtype=torch.float64)
 weights = keys_weight(distances)
-print("weights of cells 0 to 3:", [f"{weight:+.4f}" for weight in weights], f"sum {weights.sum():.4f}")
+print("cells 0 to 3:", [f"{weight:+.4f}" for weight in weights], f"sum {weights.sum():.4f}")
 compare(Comparison(weight_guess, predicted=weights[2].item()))
 
 # %%
@@ -172,8 +173,8 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* left, the weight function stands on the source coordinate 1.9 (dashed), and
-# each of the four cells takes its weight from the curve. Right, the same four weights in line 1 of
-# the interpolation matrix $A$ with 5 lines and 8 columns. An output position is the sum of the
+# each of the four cells takes its weight from the curve. Right, the same four weights in line 1
+# of the interpolation matrix $A$ with 5 lines and 8 columns. An output position is the sum of the
 # table's cells, weighted by its line. In line 0 the tap at $-1$ would be outside the table. Its
 # weight goes to the border cell 0, and so does every tap that falls outside.
 
@@ -201,13 +202,10 @@ def torch_matrix(out_size, in_size):
     return F.interpolate(cells, (1, out_size), mode="bicubic").view(in_size, out_size).T
 
 
-check_function(
-    "interpolation matrix",
-    my_axis_matrix,
-    [((out, size), torch_matrix(out, size)) for out, size in [(5, 8), (12, 5), (1, 6), (7, 7)]],
-    rtol=1e-9,
-    hint="centre (j + 1/2) in_size / out_size - 1/2; four cells from floor(centre) - 1; add, not set",
-)
+sizes = [(5, 8), (12, 5), (1, 6), (7, 7)]
+cases = [((out, size), torch_matrix(out, size)) for out, size in sizes]
+hint = "centre (j + 1/2) in_size / out_size - 1/2; four cells from floor(centre) - 1; add, not set"
+check_function("interpolation matrix", my_axis_matrix, cases, rtol=1e-9, hint=hint)
 
 # %% [markdown]
 # ### Two choices inside the word "bicubic"
@@ -255,10 +253,10 @@ plt.show()
 # %% [markdown]
 # ## Build: four wrong versions
 #
-# Both axes together: $E = A_h \cdot \text{table} \cdot A_w^\top$ for each feature, with one matrix
-# for the rows and one for the columns. `resample` in `kimivl_lab/lessons/resampling.py` does
-# this in float64, with both choices as arguments. So we can make the wrong versions too. The first
-# was a real bug in a port of MoonViT ([mlx-vlm issue
+# Both axes together: $E = A_h \cdot \text{table} \cdot A_w^\top$ for each feature, with one
+# matrix for the rows and one for the columns. `resample` in `kimivl_lab/lessons/resampling.py`
+# does this in float64, with both choices as arguments. So we can make the wrong versions too. The
+# first was a real bug in a port of MoonViT ([mlx-vlm issue
 # 1241](https://github.com/Blaizzy/mlx-vlm/issues/1241)); the others are one argument away.
 #
 # **Your guess.** The grid is 32 x 46. Which version differs most from the right one?
@@ -286,8 +284,8 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* a dark patch has a large error. A wrong constant is wrong everywhere, except
-# where a centre meets a cell on both axes (light dots). Aligned corners are right in the middle of the image
-# and drift towards the border.
+# where a centre meets a cell on both axes (light dots). Aligned corners are right in the middle
+# of the image and drift towards the border.
 #
 # Could a simple test find them? Three candidates: the shape of the result, its norm, and a
 # comparison at the table's own size.
@@ -370,8 +368,8 @@ half = Learnable2DInterpPosEmb(37, 37, 384).bfloat16().eval()
 half.weight.copy_(table)
 best = resample(half.weight, grid).flatten(0, 1)
 rounded_weights = torch_resample(half.weight, grid).flatten(0, 1)
-variants = {"float32, rounded once": half.get_pos_embeds([grid]), "all in bfloat16": rounded_weights}
-for words, one in variants.items():
+both = {"float32, rounded once": half.get_pos_embeds([grid]), "all in bfloat16": rounded_weights}
+for words, one in both.items():
     share = (one == best.bfloat16()).double().mean().item()
     print(f"{words:22s} error {relative_error(one, best):.4f}, correctly rounded: {share:.0%}")
 
@@ -391,9 +389,9 @@ for words, one in variants.items():
 # Each sum has $D$ features, so `gather` does $2 \cdot 1{,}152 \cdot 26{,}496 = 61$ MFLOP.
 #
 # **Bytes.** Every implementation must read the cells that the grid needs and write the result. A
-# row of the grid touches at most 4 rows of the table. So the grid 36 x 46 needs all 64 x 64 cells,
-# but the grid 4 x 40 needs only $16 \cdot 64 = 1{,}024$. For 36 x 46 that makes $(4{,}096 +
-# 1{,}656) \cdot 1{,}152 \cdot 4$ bytes, 26.5 MB.
+# row of the grid touches at most 4 rows of the table. So the grid 36 x 46 needs all 64 x 64
+# cells, but the grid 4 x 40 needs only $16 \cdot 64 = 1{,}024$. For 36 x 46 that makes
+# $(4{,}096 + 1{,}656) \cdot 1{,}152 \cdot 4$ bytes, 26.5 MB.
 #
 # **Your code.** `separable` first makes $h \times 64$ cells (each from 4 taps along the columns),
 # then $h \times w$ from these. Or it begins with the other axis and makes $64 \times w$. It takes
@@ -513,8 +511,8 @@ for case in dict.fromkeys(row["case"] for row in rows):
 # - The rule: constant $-0.75$, half-pixel centres, no antialias, border cells repeated. At the
 #   table's own size every mistake is exact; test a grid that is not square and of another size.
 # - Compute coordinates in float64 or in integers and sums in float32, and round once at the end.
-# - The operator does a few FLOPs for each byte, so it waits for memory. Written for whole cells it
-#   comes within a few times its byte floor; number by number it does not.
+# - The operator does a few FLOPs for each byte, so it waits for memory. Written for whole cells
+#   it comes within a few times its byte floor; number by number it does not.
 # - A time over its byte floor shows the implementation. FLOPs would not have shown it.
 
 # %% tags=["result"]
@@ -526,12 +524,12 @@ print("at the table's own size both are exact, so a test there finds neither.")
 # ## On Monday
 #
 # - **Decide** whether your port of the encoder needs a test. It does if its position test uses a
-#   64 x 64 grid or square grids only. Compare the features of one 644 x 504 image (width x height,
-#   grid 36 x 46) with the published code; exercise 1 has the same kind of numbers.
+#   64 x 64 grid or square grids only. Compare the features of one 644 x 504 image (width x
+#   height, grid 36 x 46) with the published code; exercise 1 has the same kind of numbers.
 # - **Flag:** vLLM 0.32, as read, has no flag for this operator and recomputes it for each image.
 #   SGLang has the variable `SGLANG_VIT_ENABLE_VECTORIZED_POS_EMBED`, default 1, as read in a copy
-#   of its source: one vectorised call instead of a loop over images. It belongs to the models that
-#   use it; look it up for yours. In this library: `EncoderOptions(position="adaptive")`, or
+#   of its source: one vectorised call instead of a loop over images. It belongs to the models
+#   that use it; look it up for yours. In this library: `EncoderOptions(position="adaptive")`, or
 #   `"cached"`, which is the default and the topic of [lesson 25](25_position_cache.ipynb).
 # - **Check:** record one request with `torch.profiler` and look for `upsample_bicubic2d`. Divide
 #   its time by that of the whole encoder. Under 1 %: leave it.
@@ -551,14 +549,9 @@ print("at the table's own size both are exact, so a test there finds neither.")
 answer_1 = None
 
 line = axis_matrix(32, 64)[0]
-check(
-    "weight of cell 0",
-    answer_1,
-    line[0].item(),
-    rtol=0.002,
-    hint="the centre is 0.5; the taps are -1, 0, 1, 2; the tap at -1 goes to cell 0",
-    near={line[1].item(): "the tap at -1 is missing: its weight goes to cell 0 too"},
-)
+hint = "the centre is 0.5; the taps are -1, 0, 1, 2; the tap at -1 goes to cell 0"
+near = {line[1].item(): "the tap at -1 is missing: its weight goes to cell 0 too"}
+check("weight of cell 0", answer_1, line[0].item(), rtol=0.002, hint=hint, near=near)
 
 # %% [markdown]
 # ### 2. The floor of a strip
@@ -584,20 +577,16 @@ check(
 # %% [markdown]
 # ### 3. When `adaptive` changes its operator
 #
-# `adaptive` counts cells that are moved. `gather` moves $20hw$ in all: 16 read for each patch, and
-# 4 for the result and its copy. `separable` moves $8\,(\min(64h, 64w) + hw)$ in all. What is the
-# smallest **even** number of patches on the longer side for which `separable` moves less?
+# `adaptive` counts cells that are moved. `gather` moves $20hw$ in all: 16 read for each patch,
+# and 4 for the result and its copy. `separable` moves $8\,(\min(64h, 64w) + hw)$ in all. What is
+# the smallest **even** number of patches on the longer side for which `separable` moves less?
 
 # %%
 answer_3 = None  # patches
 
-check(
-    "longer side",
-    answer_3,
-    next(s for s in range(2, 512, 2) if 8 * (64 * 2 + 2 * s) < 20 * 2 * s),
-    hint="divide both by hw: the longer side is all that is left",
-    near={43: "every side of a grid is even"},
-)
+side = next(s for s in range(2, 512, 2) if 8 * (64 * 2 + 2 * s) < 20 * 2 * s)
+hint = "divide both by hw: the longer side is all that is left"
+check("longer side", answer_3, side, hint=hint, near={43: "every side of a grid is even"})
 
 # %% [markdown]
 # ### 4. What would a faster operator save? (operator)
@@ -626,10 +615,11 @@ check(
 # %% [markdown]
 # ### 5. ★ Write `gather`
 #
-# `axis_taps(out_size, in_size, dtype, "cpu")` returns two (out_size, 4) tensors: the cells of each
-# position, clamped at the border, and their weights. Write the interpolation of a table $(H, W,
-# D)$ to a grid $(h, w)$ as a weighted sum of 16 cells for each patch. The result has the shape
-# $(h, w, D)$. (Index the table once with tensors of shape $(h, 1, 4, 1)$ and $(1, w, 1, 4)$.)
+# `axis_taps(out_size, in_size, dtype, "cpu")` returns two (out_size, 4) tensors: the cells of
+# each position, clamped at the border, and their weights. Write the interpolation of a table
+# $(H, W, D)$ to a grid $(h, w)$ as a weighted sum of 16 cells for each patch. The result has the
+# shape $(h, w, D)$. (Index the table once with tensors of shape $(h, 1, 4, 1)$ and
+# $(1, w, 1, 4)$.)
 
 
 # %%
@@ -642,14 +632,11 @@ def my_gather(table, grid):
     return ...
 
 
+# %%
 small = torch.arange(7 * 9 * 2, dtype=torch.float64).view(7, 9, 2) ** 1.5
-check_function(
-    "gather",
-    my_gather,
-    [((small, one), resample(small, one)) for one in [(4, 11), (10, 3), (7, 9)]],
-    rtol=1e-6,
-    hint="cells (h, w, 4, 4, D) times weights (h, w, 4, 4, 1), summed over both 4s",
-)
+cases = [((small, one), resample(small, one)) for one in [(4, 11), (10, 3), (7, 9)]]
+hint = "cells (h, w, 4, 4, D) times weights (h, w, 4, 4, 1), summed over both 4s"
+check_function("gather", my_gather, cases, rtol=1e-6, hint=hint)
 
 # %% [markdown]
 # ## References
@@ -664,4 +651,5 @@ check_function(
 # - The table: DINOv2 ViT-S/14, [Oquab et al. 2023](https://arxiv.org/abs/2304.07193), Apache-2.0;
 #   source and licence are in the repository's `data/README.md`.
 #
-# Previous: [10 images to patches](10_images_to_patches.ipynb) · next: [25 position cache](25_position_cache.ipynb)
+# Previous: [10 images to patches](10_images_to_patches.ipynb) · next: [25 position
+# cache](25_position_cache.ipynb)

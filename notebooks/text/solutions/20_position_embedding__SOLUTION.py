@@ -50,8 +50,8 @@ _ = torch.set_grad_enabled(False)
 # **The guesses.** An image has no preferred diagonal, and a model needs row and column: a large
 # share is a good guess. The weight at distance 0.1 must be near 1, because it is exactly 1 at
 # distance 0. Bilinear interpolation smooths every value, so it differs most. The times: the FLOPs
-# differ by a factor of 2 and the bytes not at all, so a guess of 2 is reasonable, and wrong: torch
-# spends its time on indices.
+# differ by a factor of 2 and the bytes not at all, so a guess of 2 is reasonable, and wrong:
+# torch spends its time on indices.
 
 # %%
 additive_guess = guess("explained by row plus column", 90, unit="%")
@@ -107,8 +107,9 @@ check_function("FLOPs of separable", separable_flops, cases)
 # ### 1. A line at the border, by hand
 #
 # The centre is $0.5 \cdot 64/32 - 0.5 = 0.5$. The taps $-1, 0, 1, 2$ have the distances 1.5, 0.5,
-# 0.5 and 1.5. $k(1.5) = -0.75 \cdot (3.375 - 11.25 + 12 - 4) = -0.094$ and $k(0.5) = 1.25 \cdot
-# 0.125 - 2.25 \cdot 0.25 + 1 = 0.594$. The tap at $-1$ falls on cell 0: $0.594 - 0.094 = 0.5$.
+# 0.5 and 1.5. $k(1.5) = -0.75 \cdot (3.375 - 11.25 + 12 - 4) = -0.094$ and
+# $k(0.5) = 1.25 \cdot 0.125 - 2.25 \cdot 0.25 + 1 = 0.594$. The tap at $-1$ falls on cell 0:
+# $0.594 - 0.094 = 0.5$.
 
 # %%
 answer_1 = 0.594 - 0.094
