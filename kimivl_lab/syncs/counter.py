@@ -18,12 +18,12 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from .cuda import CudaWatch
 from .pretend import PretendDevice, pretend_module, pretend_tensor
@@ -92,7 +92,9 @@ class HostSyncCounter(Watcher):
         return dict(Counter(event.kind for event in self.events).most_common())
 
     def __enter__(self) -> Self:
-        self._device = self._watched_device()
+        self._device: Any = (
+            PretendDevice(self) if self.pretended else CudaWatch(self, error=self.error, profiled=not self.error)
+        )
         self._device.__enter__()
         return self
 
@@ -112,17 +114,11 @@ class HostSyncCounter(Watcher):
         self.unknown.append(HostSync(operator, *_users_line()))
 
     def __str__(self) -> str:
-        groups = (("host syncs", self.events), ("staged copies", self.staged), ("unknown operators", self.unknown))
-        lines = []
-        for title, found in groups:
-            if found or title == "host syncs":
+        lines = [f"{self.total} host syncs", *(f"  {event}" for event in self.events)]
+        for title, found in (("staged copies", self.staged), ("unknown operators", self.unknown)):
+            if found:
                 lines += [f"{len(found)} {title}", *(f"  {event}" for event in found)]
         return "\n".join(lines)
-
-    def _watched_device(self) -> AbstractContextManager[Any]:
-        if self.pretended:
-            return PretendDevice(self)
-        return CudaWatch(self, error=self.error, profiled=not self.error)
 
 
 def count_host_syncs(
@@ -151,28 +147,19 @@ def on_device(value: Any, *, pretended: bool | None = None) -> Any:
 
     On a pretended device a module's copy shares its weights' memory.
     """
-    if _is_pretended(pretended):
-        return _rebuilt(value, pretend_tensor, pretend_module)
-    return _rebuilt(value, Tensor.cuda, lambda module: copy.deepcopy(module).cuda())
+    pretends = _is_pretended(pretended)
 
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, nn.Module):
+            return pretend_module(leaf) if pretends else copy.deepcopy(leaf).cuda()
+        if isinstance(leaf, Tensor):
+            return pretend_tensor(leaf) if pretends else leaf.cuda()
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+            return dataclasses.replace(leaf, **tree_map(moved, fields))
+        return leaf
 
-def _rebuilt(value: Any, tensor: Callable[[Tensor], Any], module: Callable[[nn.Module], Any]) -> Any:
-    """`value` with `tensor` and `module` applied to those in it; lists, tuples, dicts and dataclasses are rebuilt,
-    anything else is returned as it is."""
-    if isinstance(value, nn.Module):
-        return module(value)
-    if isinstance(value, Tensor):
-        return tensor(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            field.name: _rebuilt(getattr(value, field.name), tensor, module) for field in dataclasses.fields(value)
-        }
-        return dataclasses.replace(value, **fields)
-    if type(value) is dict:
-        return {key: _rebuilt(item, tensor, module) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_rebuilt(item, tensor, module) for item in value)
-    return value
+    return tree_map(moved, value)
 
 
 def _is_pretended(pretended: bool | None) -> bool:

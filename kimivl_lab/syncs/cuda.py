@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,17 +109,10 @@ class CudaWatch(TorchFunctionMode):
         self._undo.callback(setattr, owner, "synchronize", original)
         owner.synchronize = synchronize
 
-    def _show(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def _show(self, message: Warning | str, *where: Any, **more: Any) -> None:
+        """Stands in for warnings.showwarning."""
         if _MESSAGE not in str(message):
-            self._show_others(message, category, filename, lineno, file, line)
+            self._show_others(message, *where, **more)
             return
         if self._synchronizing:
             return
