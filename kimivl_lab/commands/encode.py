@@ -46,8 +46,6 @@ class EncodedImage:
     name: str
     size: tuple[int, int]
     grid: Grid
-    patches: int
-    tokens: int
     ms: float
 
 
@@ -67,10 +65,6 @@ class _Image:
     size: tuple[int, int]
     grid: Grid
     pixel_values: Tensor  # (h * w, 3, 14, 14)
-
-    @property
-    def patches(self) -> int:
-        return len(self.pixel_values)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -130,7 +124,7 @@ def encode_files(
         if strict and outcome.faults:
             batch = []
         elif image is not None:
-            if sum(one.patches for one in (*batch, image)) > BATCH_PATCHES:
+            if sum(one.grid.patches for one in (*batch, image)) > BATCH_PATCHES:
                 _encode_batch(batch, encode, file, outcome)
                 batch = []
             batch.append(image)
@@ -169,8 +163,7 @@ def _encode_batch(
         return
     for image, vectors in zip(batch, per_image, strict=True):
         file.add(image.name, vectors, image.grid)
-        ms = ms_per_patch * image.patches
-        outcome.encoded.append(EncodedImage(image.name, image.size, image.grid, image.patches, len(vectors), ms))
+        outcome.encoded.append(EncodedImage(image.name, image.size, image.grid, ms_per_patch * image.grid.patches))
 
 
 def _device(name: str) -> str:
@@ -231,7 +224,7 @@ def _show(arguments: argparse.Namespace, encoded: list[EncodedImage]) -> None:
         table.add_column(heading, justify="right")
     for image in encoded:
         (width, height), (h, w) = image.size, image.grid
-        counts = (f"{image.patches:,}", f"{image.tokens:,}", f"{image.ms:.1f}")
+        counts = (f"{image.grid.patches:,}", f"{image.grid.tokens():,}", f"{image.ms:.1f}")
         table.add_row(on_one_line(image.name), f"{width} x {height}", f"{h} x {w}", *counts)
     random = "The weights are RANDOM: shapes and times are real, the features mean nothing."
     notes = [random] if arguments.checkpoint is None else []

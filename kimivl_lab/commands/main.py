@@ -10,6 +10,7 @@ Test: tests/test_cli.py, tests/test_plan.py, tests/test_faults_commands.py.
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,68 +57,43 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_encode(commands: Any) -> None:
     command = commands.add_parser("encode", help="image files -> a safetensors file of features")
-    command.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="an image file, or a folder of images")
-    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the safetensors file to write")
-    command.add_argument("--recursive", action="store_true", help="also take the images in sub-folders")
+    add = command.add_argument
+    count = partial(add, type=_positive, metavar="N")
+    add("images", nargs="+", type=Path, metavar="IMAGE", help="an image file, or a folder of images")
+    add("--out", type=Path, required=True, metavar="FILE", help="the safetensors file to write")
+    add("--recursive", action="store_true", help="also take the images in sub-folders")
     source = command.add_mutually_exclusive_group()
     source.add_argument(
         "--preset", default="lab", metavar="NAME", help="random weights of this size, such as tiny (default: lab)"
     )
     source.add_argument("--checkpoint", type=Path, metavar="DIR", help="config.json and the weights of a Kimi-VL")
-    command.add_argument(
-        "--projected", action="store_true", help="vectors for the language model instead of the tower's features"
-    )
-    command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-    command.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto, a GPU if there is one"
-    )
-    command.add_argument(
-        "--in-token-limit", type=_positive, metavar="N", help="most patches of an image before padding"
-    )
-    command.add_argument("--strict", action="store_true", help="write nothing unless every image can be read")
-    command.add_argument("--seed", type=_seed, default=0, metavar="N", help="of random weights (default: 0)")
-    command.add_argument(
-        "--max-shard-mib",
-        type=_positive,
-        default=1024,
-        metavar="N",
-        help="more features than N MiB become several files and an index; memory holds N MiB (default: 1024)",
-    )
+    add("--projected", action="store_true", help="vectors for the language model instead of the tower's features")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto, a GPU if there is one")
+    count("--in-token-limit", help="most patches of an image before padding")
+    add("--strict", action="store_true", help="write nothing unless every image can be read")
+    add("--seed", type=_seed, default=0, metavar="N", help="of random weights (default: 0)")
+    shards = "more features than N MiB become several files and an index; memory holds N MiB (default: 1024)"
+    count("--max-shard-mib", default=1024, help=shards)
 
 
 def _add_plan(commands: Any) -> None:
     command = commands.add_parser("plan", help="image sizes -> the CUDA graph budgets that waste the least")
+    add = command.add_argument
+    count = partial(add, type=_positive, metavar="N")
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--sizes", type=Path, metavar="CSV", help="lines of width,height[,count] in pixels")
     source.add_argument("--images", type=Path, metavar="DIR", help="a folder of images, of which the headers are read")
     source.add_argument("--workload", metavar="NAME", help="sizes that come with this repository, in data/workloads")
-    command.add_argument("--recursive", action="store_true", help="with --images: also the images in sub-folders")
-    command.add_argument(
-        "--images-per-call",
-        type=_positives,
-        default=(1,),
-        metavar="N[,N...]",
-        help="how many images arrive together (default: 1)",
-    )
-    command.add_argument("--max-graphs", type=_positive, default=8, metavar="N", help="most budgets (default: 8)")
-    command.add_argument(
-        "--in-token-limit",
-        type=_positive,
-        default=4096,
-        metavar="N",
-        help="most patches of an image before padding (default: 4096)",
-    )
-    command.add_argument("--memory-limit-mib", type=_positive, metavar="N", help="most MiB of static buffers")
-    command.add_argument(
-        "--max-images",
-        type=_positive,
-        metavar="N",
-        help="most images in one replay (default: the largest of --images-per-call)",
-    )
-    command.add_argument(
-        "--plot", type=Path, metavar="FILE", help="also draw the budgets and their waste: .png, .svg or .pdf"
-    )
-    command.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add("--recursive", action="store_true", help="with --images: also the images in sub-folders")
+    together = "how many images arrive together (default: 1)"
+    add("--images-per-call", type=_positives, default=(1,), metavar="N[,N...]", help=together)
+    count("--max-graphs", default=8, help="most budgets (default: 8)")
+    count("--in-token-limit", default=4096, help="most patches of an image before padding (default: 4096)")
+    count("--memory-limit-mib", help="most MiB of static buffers")
+    count("--max-images", help="most images in one replay (default: the largest of --images-per-call)")
+    add("--plot", type=Path, metavar="FILE", help="also draw the budgets and their waste: .png, .svg or .pdf")
+    add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _positive(text: str) -> int:
