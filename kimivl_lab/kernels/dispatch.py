@@ -3,7 +3,7 @@
 Each kernel of this package exists twice: as an operator of torch.library, which compilers, traces and profilers see as
 one node, and as the plain function behind it, which costs tens of microseconds less per call. `must_dispatch` chooses.
 
-Test: tests/test_compiled.py, tests/test_attention.py.
+Test: tests/test_compiled.py, tests/test_attention.py, tests/test_faults_weights.py.
 """
 
 import logging
@@ -12,10 +12,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _LOG = logging.getLogger(__name__)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_traced(x: Tensor) -> bool:
@@ -25,7 +27,7 @@ def is_traced(x: Tensor) -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
+        or type(x) not in (Tensor, nn.Parameter)
         or is_in_torch_dispatch_mode()
         or torch.jit.is_tracing()
     )
@@ -47,6 +49,28 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     float32 for every dtype but float64, which stays float64 (parity tests compare in it).
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether `module` is exactly a `kind`, without hooks (its own or global ones) and without a replaced `forward`.
+
+    A fast path computes a layer's result from its weights and does not call the layer, which is right for an untouched
+    layer only: any other is called, with its input and nothing else. A subclass is touched, and so is a parametrised
+    module, because its class is generated.
+    """
+    own = vars(module)
+    return (
+        type(module) is kind
+        and not any(own[hooks] for hooks in _HOOKS)
+        and "forward" not in own
+        and module._compiled_call_impl is None
+        and not _has_any_global_hook()
+    )
+
+
+def is_untouched_throughout(module: nn.Module) -> bool:
+    """Whether `module` and every submodule do only what their classes say."""
+    return all(is_untouched(part, type(part)) for part in module.modules())
 
 
 class CompiledFunction:

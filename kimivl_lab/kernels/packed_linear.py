@@ -11,7 +11,6 @@ Test: tests/test_attention.py, tests/test_amx.py, tests/test_faults_weights.py. 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .amx.library import amx_unavailable
 from .amx.linear import multiply, pack, packed_linear
-from .dispatch import must_dispatch
-from .untouched import is_untouched
+from .dispatch import is_untouched, must_dispatch
 from .weight_state import WeightState
 
 GELU_TANH = "gelu_tanh"
@@ -146,8 +144,9 @@ def _onednn_multiply(
     x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None, residual: Tensor | None, gelu_tanh: bool
 ) -> Tensor:
     if residual is not None:
-        return _onednn().binary(x, residual, packed, bias, "add")
-    return _onednn()(x, packed, bias, *(("gelu", [], "tanh") if gelu_tanh else ("none", [], "")))
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
+    activation = ("gelu", [], "tanh") if gelu_tanh else ("none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, *activation)
 
 
 def _amx_multiply(
@@ -191,8 +190,3 @@ def packed_unavailable(name: str, device: torch.device, dtype: torch.dtype) -> s
     if dtype not in (torch.bfloat16, torch.float32):
         return f"oneDNN's fused products take float32 and bfloat16, not {dtype}"
     return None
-
-
-@cache
-def _onednn() -> Any:
-    return torch.ops.mkldnn._linear_pointwise

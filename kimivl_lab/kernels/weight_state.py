@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 _LOG = logging.getLogger(__name__)
 
-WEIGHT_CHECKS = ("checked", "announced")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -64,12 +63,6 @@ class WeightState:
             _log_inference_weights()
             return False
         return True
-
-
-def check_weight_rule(name: str) -> None:
-    """ValueError unless `name` is a value of `EncoderOptions.weights`."""
-    if name not in WEIGHT_CHECKS:
-        raise ValueError(f"unknown weights rule {name!r}: one of {', '.join(WEIGHT_CHECKS)}")
 
 
 def announce_change(weights: Iterable[Tensor]) -> None:

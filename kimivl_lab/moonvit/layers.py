@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import EncoderOptions, MoonViTConfig
-from ..kernels.dispatch import CompiledFunction
+from ..kernels.dispatch import CompiledFunction, is_untouched, is_untouched_throughout
 from ..kernels.packed_linear import FusedModule, PackedKernel, fused_linear, refresh_packed, resolve_linear
 from ..kernels.rotation import Rotation, resolve_rotation, rotate_real
-from ..kernels.untouched import is_untouched, is_untouched_throughout
-from ..kernels.weight_state import check_weight_rule
 from .attention import PackedAttention, resolve_attention
 from .metadata import EncoderMetadata
 
@@ -44,7 +42,8 @@ class ResolvedOptions:
         rotate = resolve_rotation(options.rope, device, dtype)
         attend = resolve_attention(options.attention, device, dtype)
         linear = resolve_linear(options.linear, device, dtype)
-        check_weight_rule(options.weights)
+        if options.weights not in ("checked", "announced"):
+            raise ValueError(f"unknown weights rule {options.weights!r}: one of checked, announced")
         if options.compile:
             return cls(rotate_real, attend, None, compiled=True)
         return cls(rotate, attend, linear, checked=options.weights == "checked")

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import MoonViTConfig
-from ..kernels.dispatch import compute_dtype
-from ..kernels.untouched import is_untouched
+from ..kernels.dispatch import compute_dtype, is_untouched
 from .position import Learnable2DInterpPosEmb
 
 _UINT8_SCALE = 2 / 255

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.dispatch import is_untouched
 from ..kernels.packed_linear import GELU_TANH, FusedModule, PackedKernel, fused_linear
-from ..kernels.untouched import is_untouched
 from .collectives import all_reduce
 from .groups import SharedGroup, check_group
 
