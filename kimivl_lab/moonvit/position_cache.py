@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 from torch import Tensor
@@ -110,9 +111,10 @@ class PositionCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __reduce__(self) -> tuple[Callable[..., "PositionCache"], tuple[int | None, int | None, str]]:
+    def __reduce__(self) -> tuple[Callable[[], "PositionCache"], tuple[()]]:
         """Copies and pickles are empty caches of the same policy: entries are never serialised."""
-        return _same_policy, (self.max_bytes, self.max_entries, self.policy)
+        bounds = {"max_bytes": self.max_bytes, "max_entries": self.max_entries}
+        return partial(PositionCache, **bounds, policy=self.policy), ()
 
     def _keep(self, key: Hashable, value: Tensor | tuple[Tensor, ...]) -> None:
         size = sum(tensor.nbytes for tensor in (value if isinstance(value, tuple) else (value,)))
@@ -134,7 +136,3 @@ class PositionCache:
         self._generation += 1
         self._entries.clear()
         self.stats.entries = self.stats.bytes = 0
-
-
-def _same_policy(max_bytes: int | None, max_entries: int | None, policy: str) -> PositionCache:
-    return PositionCache(max_bytes=max_bytes, max_entries=max_entries, policy=policy)

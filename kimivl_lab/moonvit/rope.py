@@ -23,28 +23,22 @@ from torch import Tensor
 
 from ..geometry import MAX_GRID_SIDE, GridLike
 
+THETA_BASE = 10000.0
+
 
 class Rope2DPosEmb:
-    """Makes the factors for a head of `dim` channels, for grids of up to `max_height` x `max_width` patches.
+    """Makes the factors for a head of `dim` channels.
 
-    ValueError if `dim` is no multiple of 4; from the methods, for a grid that is larger.
+    ValueError if `dim` is no multiple of 4; from the methods, for a grid with a side above `MAX_GRID_SIDE`.
     """
 
-    def __init__(
-        self, dim: int, max_height: int = MAX_GRID_SIDE, max_width: int = MAX_GRID_SIDE, theta_base: float = 10000.0
-    ) -> None:
+    def __init__(self, dim: int) -> None:
         if dim % 4:
             raise ValueError(f"the head size must be a multiple of 4, got {dim}")
         self.dim = dim
-        self.max_height = max_height
-        self.max_width = max_width
-        self.theta_base = theta_base
 
     def get_cos_sin(
-        self,
-        grid_hws: Sequence[GridLike],
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, grid_hws: Sequence[GridLike], device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """(L, dim/2, 2) pairs (cos, sin) of all patches, image after image: the reference.
 
@@ -74,22 +68,19 @@ class Rope2DPosEmb:
         return torch.view_as_real(factors.transpose(1, 2).flatten(1))
 
     def get_freqs_cis_by_seqlens_list(
-        self,
-        grid_hws: Sequence[GridLike],
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, grid_hws: Sequence[GridLike], device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """(L, dim/2) complex factors of all patches, image after image: a view of `get_cos_sin`."""
         return torch.view_as_complex(self.get_cos_sin(grid_hws, device, dtype))
 
     def _longest_side(self, grid_hws: Sequence[GridLike]) -> int:
         for h, w in grid_hws:
-            if h > self.max_height or w > self.max_width:
-                raise ValueError(f"grid {h}x{w} exceeds the largest, {self.max_height}x{self.max_width}")
+            if max(h, w) > MAX_GRID_SIDE:
+                raise ValueError(f"grid {h}x{w} exceeds the largest, {MAX_GRID_SIDE}x{MAX_GRID_SIDE}")
         return max((max(grid) for grid in grid_hws), default=0)
 
     def _axis(self, side: int, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
         """(side, d/4, 2): (cos, sin) of position * theta_i, for positions 0 to side - 1."""
         exponents = torch.arange(0, self.dim, 4, device=device, dtype=dtype) / self.dim
-        angles = torch.arange(side, device=device).to(dtype).unsqueeze(-1) * (1.0 / self.theta_base**exponents)
+        angles = torch.arange(side, device=device).to(dtype).unsqueeze(-1) * (1.0 / THETA_BASE**exponents)
         return torch.stack((angles.cos(), angles.sin()), dim=-1)
