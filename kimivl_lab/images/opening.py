@@ -106,6 +106,6 @@ def naming_warnings(name: str) -> Generator[None]:
                 warnings.showwarning = _show_before
 
 
-def _show_named(message: Any, category: Any, filename: Any, lineno: Any, file: Any = None, line: Any = None) -> None:
+def _show_named(message: Any, category: Any, *where: Any, **more: Any) -> None:
     name = getattr(_named, "name", None)
-    _show_before(category(f"{name}: {message}") if name else message, category, filename, lineno, file, line)
+    _show_before(category(f"{name}: {message}") if name else message, category, *where, **more)
