@@ -14,15 +14,14 @@ from functools import partial
 
 import torch
 
-from ..config import MoonViTConfig
-from ..datasets import draw_sizes
-from ..geometry import GridLike, image_geometry, patch_counts
+from ..geometry import MERGE_KERNEL_SIZE, GridLike
 from ..moonvit.attention import ATTENTION_BACKENDS, attention_unavailable, eager_attention
 from ..moonvit.metadata import prepare_encoder_metadata
 from ..moonvit.position import Learnable2DInterpPosEmb
 from ..moonvit.rope import Rope2DPosEmb
 from . import harness
 from .compare import COLUMNS, compare, mean_speedups
+from .towers import drawn_grids, random_qkv
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
 
@@ -31,16 +30,14 @@ def cases(quick: bool, seed: int) -> dict[str, Sequence[GridLike]]:
     """Batches by name."""
     found: dict[str, Sequence[GridLike]] = {"32x32": [(32, 32)], "16 of 16x16": [(16, 16)] * 16}
     if not quick:
-        drawn = [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 8, seed)]
-        found |= {"64x64": [(64, 64)], "8 of coco_val2017": drawn}
+        found |= {"64x64": [(64, 64)], "8 of coco_val2017": drawn_grids("coco_val2017", 8, seed)}
     return found
 
 
 @torch.inference_mode()
 def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
     """The rows of one record."""
-    config, device = MoonViTConfig.preset("kimi-vl-a3b"), torch.device(options.device)
-    dtype = getattr(torch, options.dtype)
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     unavailable = {name: attention_unavailable(name, device, dtype) for name in ATTENTION_BACKENDS if name != "eager"}
     for reason in filter(None, unavailable.values()):
         harness.progress(f"attention: {reason}")
@@ -48,12 +45,9 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
     table = Learnable2DInterpPosEmb(2, 2, 4).requires_grad_(False)  # attention reads offsets and lengths alone
     for case, grids in cases(options.quick, options.seed).items():
         metadata = prepare_encoder_metadata(
-            grids, pos_emb=table, rope=Rope2DPosEmb(4), merge_kernel_size=config.merge_kernel_size, device=device
+            grids, pos_emb=table, rope=Rope2DPosEmb(4), merge_kernel_size=MERGE_KERNEL_SIZE, device=device
         )
-        patches = sum(patch_counts(grids))
-        generator = torch.Generator().manual_seed(options.seed)
-        qkv = torch.randn(patches, 3, config.num_attention_heads, config.head_dim, generator=generator, device="cpu")
-        q, k, v = qkv.to(dtype).to(device).unbind(1)
+        q, k, v = random_qkv(options, grids).unbind(1)
         yield from compare(
             options,
             case,
@@ -61,7 +55,7 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
             eager_attention(q.float(), k.float(), v.float(), metadata),
             baseline="sdpa",
             tolerance=TOLERANCE[options.dtype],
-            patches=patches,
+            patches=len(q),
             bytes_moved=4 * q.numel() * q.element_size(),
             gbps=options.copy_gbps,
         )

@@ -6,23 +6,16 @@ Test: tests/test_benchmarks.py.
 import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from ..measure.accuracy import checked_errors
 from ..measure.roofline import floor_ms
-from ..measure.timing import time_interleaved
-from .harness import TIMES, Row, progress
+from ..measure.timing import Timing, time_interleaved
+from .harness import Row, columns, progress
 
-COLUMNS = (
-    "case",
-    "variant",
-    "patches",
-    *TIMES,
-    "floor_ms",
-    "speedup_ratio",
-    "relative_error",
-)
+COLUMNS = columns("patches floor_ms")
 
 
 def compare(
@@ -53,23 +46,30 @@ def compare(
     """
     progress(f"{options.benchmark} {options.dtype} {case}")
     errors = checked_errors(checks or runs, want, tolerance)
-    timings = time_interleaved(
-        runs,
-        device=device or options.device,
-        warmup=options.warmup,
-        repeats=options.repeats,
-        seed=f"{options.seed} {case}",
-    )
-    for name, timing in timings.items():
-        least = bytes_moved if isinstance(bytes_moved, int) else bytes_moved[name]
+    timings = time_variants(options, case, runs, device=device or options.device)
+    for row in variant_rows(case, timings, errors, baseline):
+        least = bytes_moved if isinstance(bytes_moved, int) else bytes_moved[row["variant"]]
+        yield row | {"patches": patches, "floor_ms": round(floor_ms(least, gbps), 4)}
+
+
+def time_variants(
+    options: argparse.Namespace, case: str, runs: Mapping[str, Callable[[], object]], **more: Any
+) -> dict[str, Timing]:
+    """`time_interleaved` with the options' device and rounds, in orders drawn for this case; `more` replaces these."""
+    given: dict[str, Any] = {"device": options.device, "warmup": options.warmup, "repeats": options.repeats}
+    given["seed"] = f"{options.seed} {case}"
+    return time_interleaved(runs, **(given | more))
+
+
+def variant_rows(case: str, timings: Mapping[str, Timing], errors: Mapping[str, float], baseline: str) -> Iterator[Row]:
+    """What every record of times holds, one row for each variant of `errors`; speed-ups are over `baseline`."""
+    for name, error in errors.items():
         yield {
             "case": case,
             "variant": name,
-            "patches": patches,
-            "floor_ms": round(floor_ms(least, gbps), 4),
-            "speedup_ratio": round(timings[baseline].p50_ms / timing.p50_ms, 3),
-            "relative_error": f"{errors[name]:.3g}",
-            **timing.row(),
+            "speedup_ratio": round(timings[baseline].p50_ms / timings[name].p50_ms, 3),
+            "relative_error": f"{error:.3g}",
+            **timings[name].row(),
         }
 
 

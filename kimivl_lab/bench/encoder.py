@@ -26,10 +26,11 @@ from ..kernels.packed_linear import packed_unavailable
 from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
 from ..measure.roofline import matmul, matmul_tflops
-from ..measure.timing import Timing, time_interleaved
+from ..measure.timing import Timing
 from ..moonvit.flops import tower_flops
 from ..moonvit.model import MoonVitPretrainedModel
 from . import harness
+from .compare import time_variants, variant_rows
 from .peers import peers
 from .towers import noise, reference_and_tower
 
@@ -49,20 +50,7 @@ PARTS = {
     "copy": ("copy", "cat", "contiguous", "to_copy", "index_select"),
     "multiply and add": ("mul", "add"),
 }
-COLUMNS = (
-    "case",
-    "variant",
-    "phase",
-    "patches",
-    *harness.TIMES,
-    "speed_tflops",
-    "matmul_peak_tflops",
-    "peak_share",
-    "peak_spread_ratio",
-    "speedup_ratio",
-    "peak_mem_mib",
-    "relative_error",
-)
+COLUMNS = harness.columns("phase patches speed_tflops matmul_peak_tflops peak_share peak_spread_ratio peak_mem_mib")
 
 
 def compiled(tower: MoonVitPretrainedModel) -> MoonVitPretrainedModel:
@@ -107,32 +95,20 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
         }
         runs |= {name: prepare(pixels, grids) for name, prepare in others.items()}
         errors = checked_errors(runs, exact(pixels, grids), TOLERANCE[options.dtype])
-        memory = {name: peak_memory_mib(run, tower.device) for name, run in runs.items()}
-        timings = time_interleaved(
-            {**runs, **squares},
-            device=tower.device,
-            warmup=0,  # the two calls above
-            repeats=options.repeats,
-            seed=f"{options.seed} {case}",
-            on_round=lambda done: harness.progress(f"  round {done} of {options.repeats}"),
-        )
+        memory = {name: peak_memory_mib(run, tower.device) for name, run in runs.items()}  # with the check: a warm-up
+        timings = time_variants(options, case, {**runs, **squares}, warmup=0, on_round=harness.rounds(options))
         flops = sum(tower_flops(tower.config, grids).values())
         peak, spread = peak_of({name: timings[name] for name in squares}, tower.device) if squares else (None, None)
-        for name in runs:
-            speed, used = flops / timings[name].p50_ms / 1e9, memory[name]
-            yield {
-                "case": case,
-                "variant": name,
+        for row in variant_rows(case, timings, errors, "transformers"):
+            speed, used = flops / row["latency_ms_p50"] / 1e9, memory[row["variant"]]
+            yield row | {
                 "phase": "forward",
                 "patches": len(pixels),
                 "speed_tflops": round(speed, 4),
                 "matmul_peak_tflops": peak and round(peak, 4),
                 "peak_share": peak and round(speed / peak, 4),
                 "peak_spread_ratio": spread and round(spread, 3),
-                "speedup_ratio": round(timings["transformers"].p50_ms / timings[name].p50_ms, 3),
-                "peak_mem_mib": None if used is None else round(used, 1),
-                "relative_error": f"{errors[name]:.3g}",
-                **timings[name].row(),
+                "peak_mem_mib": used and round(used, 1),
             }
         for part, milliseconds in parts(runs["kimivl_lab"]).items():
             yield {

@@ -8,7 +8,6 @@ Test: tests/test_cost_model.py, tests/test_parallel_bench.py. Record: parallel__
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +17,7 @@ from ..geometry import GridLike, patch_counts
 from ..parallel.balance import QuadraticCost, balance_by_cost
 from ..parallel.cost_model import RATES, CostModel, LinkCost
 from ..parallel.work import TowerWork, steps_and_bytes
-
-Row = dict[str, Any]
+from .harness import Row
 
 # One image and many, small and large: measured in every mode, these batches tell the rates apart.
 CALIBRATION_GRIDS: tuple[tuple[GridLike, ...], ...] = (

@@ -25,9 +25,9 @@ from ..config import MoonViTConfig
 from ..geometry import GridLike, num_tokens
 from ..graphs.runner import EncoderCudaGraphRunner
 from ..measure.accuracy import checked_errors
-from ..measure.timing import time_interleaved
 from ..moonvit.model import MoonVitPretrainedModel
 from . import harness
+from .compare import time_variants, variant_rows
 from .towers import noise, reference_and_tower
 
 BUDGETS = {"cpu": (4, 16, 64, 256, 1104), "cuda": (4, 16, 64, 256, 576, 1104, 2208)}
@@ -39,20 +39,7 @@ HOST_GRID: GridLike = (4, 4)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 HOST_ROUNDS = 10  # times the rounds of whole calls: these are short
 PAYS = 1.05  # a replay that is faster by less is not counted as faster
-COLUMNS = (
-    "case",
-    "variant",
-    "phase",
-    "tokens",
-    "budget_tokens",
-    "layers_count",
-    *harness.TIMES,
-    "speedup_ratio",
-    "launches_count",
-    "capture_ms",
-    "pool_mib",
-    "relative_error",
-)
+COLUMNS = harness.columns("phase tokens budget_tokens layers_count launches_count capture_ms pool_mib")
 
 
 def image_of(tokens: int) -> GridLike:
@@ -82,7 +69,7 @@ def budget_rows(options: argparse.Namespace) -> Iterator[harness.Row]:
             errors[budget] = found["replay"]
             case = f"budget {budget}, {tokens} tokens"
             more = {"phase": "budget", "tokens": tokens, "budget_tokens": budget}
-            yield from compared(case, runs, found, tower, options.repeats, options.seed, **more)
+            yield from compared(options, case, runs, found, tower, **more)
     for budget, calls in runner.stats.graphs.items():
         yield {
             "case": f"budget {budget}",
@@ -117,16 +104,15 @@ def host_rows(options: argparse.Namespace) -> Iterator[harness.Row]:
         runs = {"eager": eager, "replay": runner.graph(tokens).replay}
         case = f"{name}, {len(patches)} patches"
         more = {"phase": "host", "tokens": tokens}
-        yield from compared(case, runs, errors, tower, HOST_ROUNDS * options.repeats, options.seed, **more)
+        yield from compared(options, case, runs, errors, tower, **more)
 
 
 def compared(
+    options: argparse.Namespace,
     case: str,
     runs: Mapping[str, Callable[[], Any]],
     errors: Mapping[str, float],
     tower: MoonVitPretrainedModel,
-    repeats: int,
-    seed: int,
     *,
     phase: str,
     **more: Any,
@@ -134,26 +120,13 @@ def compared(
     """One row for each variant: timed on the device's clock, or on the host's alone for the phase "host"."""
     harness.progress(f"graphs: {case}")
     cuda = tower.device.type == "cuda"
-    timings = time_interleaved(
-        runs,
-        device="cpu" if phase == "host" else tower.device,
-        warmup=3,
-        repeats=repeats,
-        seed=f"{seed} {case}",
-        on_round=(lambda done: torch.cuda.synchronize()) if cuda else None,
+    host = {"device": "cpu", "repeats": HOST_ROUNDS * options.repeats} if phase == "host" else {}
+    timings = time_variants(
+        options, case, runs, on_round=(lambda done: torch.cuda.synchronize()) if cuda else None, **host
     )
-    for name, timing in timings.items():
-        yield {
-            "case": case,
-            "variant": name,
-            "phase": phase,
-            "layers_count": tower.config.num_hidden_layers,
-            "speedup_ratio": round(timings["eager"].p50_ms / timing.p50_ms, 3),
-            "launches_count": launches(runs[name], cuda),
-            "relative_error": f"{errors[name]:.3g}",
-            **more,
-            **timing.row(),
-        }
+    for row in variant_rows(case, timings, errors, "eager"):
+        layers, started = tower.config.num_hidden_layers, launches(runs[row["variant"]], cuda)
+        yield row | {"phase": phase, "layers_count": layers, "launches_count": started, **more}
 
 
 class _Operators(TorchDispatchMode):

@@ -29,6 +29,11 @@ Row: TypeAlias = dict[str, Any]
 TIMES = ("latency_ms_p50", "latency_ms_p20", "latency_ms_p80", "repeats")  # the columns of `Timing.row`
 
 
+def columns(more: str) -> tuple[str, ...]:
+    """The columns of a record of times: those of `compare.variant_rows`, and the names in `more`, one space apart."""
+    return ("case", "variant", *more.split(), *TIMES, "speedup_ratio", "relative_error")
+
+
 def parser(
     benchmark: str,
     doc: str | None,
@@ -127,6 +132,11 @@ def settings(options: argparse.Namespace, **more: Any) -> dict[str, Any]:
 def progress(text: str) -> None:
     """One line on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def rounds(options: argparse.Namespace) -> Callable[[int], None]:
+    """For `time_interleaved`: a line after each round of a benchmark whose rounds take seconds."""
+    return lambda done: progress(f"  round {done} of {options.repeats}")
 
 
 def finish(summary: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..datasets import draw_sizes, sample_images
-from ..geometry import Grid, as_grid_list, image_geometry, token_counts
+from ..datasets import sample_images
+from ..geometry import as_grid_list, token_counts
 from ..graphs.runner import EncoderCudaGraphRunner
 from ..images.processor import KimiVLImageProcessor
 from ..kernels.packed_linear import PACKED_KERNELS, packed_unavailable
@@ -29,26 +29,17 @@ from ..kernels.rotation import resolve_rotation
 from ..lessons.grids_on_device import reading_the_bound
 from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
-from ..measure.timing import time_interleaved
 from ..moonvit.attention import resolve_attention, sdpa_attention
 from ..moonvit.layers import ResolvedOptions
 from ..moonvit.merger import patch_merger, patch_merger_packed
 from ..moonvit.model import MoonVitPretrainedModel
 from . import harness
-from .towers import noise, reference_and_tower
+from .compare import time_variants, variant_rows
+from .towers import drawn_grids, noise, reference_and_tower
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}
 QUICK_IMAGES = ("astronaut", "coffee", "china")
-COLUMNS = (
-    "case",
-    "variant",
-    "images",
-    "patches",
-    *harness.TIMES,
-    "speedup_ratio",
-    "peak_mem_mib",
-    "relative_error",
-)
+COLUMNS = harness.columns("images patches peak_mem_mib")
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ def batches(quick: bool, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
     photographs = KimiVLImageProcessor()([files[name] for name in names])
     found = {f"{len(names)} sample images": (photographs.pixel_values, photographs.image_grid_hws)}
     if not quick:
-        grids: list[Grid] = [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 8, seed)]
+        grids = drawn_grids("coco_val2017", 8, seed)
         found["8 images of COCO's sizes"] = (noise(grids, seed), torch.tensor(grids, device="cpu"))
     return found
 
@@ -144,27 +135,11 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
         runner = graph_runner(towers[ladder[-1].linear], grids)
         runs = {rung.name: partial(encode, towers[rung.linear], pixels, grids, rung, runner) for rung in ladder}
         errors = checked_errors(runs, exact(pixels, grids), TOLERANCE[options.dtype])
-        memory = {name: peak_memory_mib(once, tower.device) for name, once in runs.items()}
-        timings = time_interleaved(
-            runs,
-            device=tower.device,
-            warmup=0,  # the two calls above
-            repeats=options.repeats,
-            seed=f"{options.seed} {case}",
-            on_round=lambda done: harness.progress(f"  round {done} of {options.repeats}"),
-        )
-        for name, timing in timings.items():
-            peak = memory[name]
-            yield {
-                "case": case,
-                "variant": name,
-                "images": len(grids),
-                "patches": len(pixels),
-                "speedup_ratio": round(timings["before"].p50_ms / timing.p50_ms, 3),
-                "peak_mem_mib": None if peak is None else round(peak, 1),
-                "relative_error": f"{errors[name]:.3g}",
-                **timing.row(),
-            }
+        memory = {name: peak_memory_mib(run, tower.device) for name, run in runs.items()}  # with the check: a warm-up
+        timings = time_variants(options, case, runs, warmup=0, on_round=harness.rounds(options))
+        for row in variant_rows(case, timings, errors, "before"):
+            used = memory[row["variant"]]
+            yield row | {"images": len(grids), "patches": len(pixels), "peak_mem_mib": used and round(used, 1)}
 
 
 def summary(rows: list[harness.Row]) -> dict[str, Any]:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..config import MoonViTConfig
-from ..datasets import draw_sizes
-from ..geometry import MERGE_KERNEL_SIZE, Grid, image_geometry, patch_counts
+from ..geometry import MERGE_KERNEL_SIZE, Grid, patch_counts
 from ..moonvit.metadata import grid_arrays_reference, pack_grid_arrays
 from ..moonvit.rope import Rope2DPosEmb
 from . import harness
 from .compare import COLUMNS, compare, geometric_means
+from .towers import drawn_grids
 
 WORKLOADS = ("coco_val2017", "cameras", "receipts", "pew_charts")
 IMAGES = (1, 4, 20)
@@ -34,7 +34,7 @@ Builder = Callable[[], dict[str, Tensor]]
 def cases(quick: bool, seed: int) -> dict[str, list[Grid]]:
     """Batches by name."""
     return {
-        f"{count} of {workload}": [image_geometry(*size).grid_hw for size in draw_sizes(workload, count, seed)]
+        f"{count} of {workload}": drawn_grids(workload, count, seed)
         for workload in (WORKLOADS[:1] if quick else WORKLOADS)
         for count in IMAGES
     }

@@ -16,6 +16,7 @@ fitted. `collective_ms` is without the wait for later ranks, which is `skew_ms`.
 """
 
 import argparse
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,9 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import EncoderOptions, MoonViTConfig
-from ..datasets import draw_sizes
-from ..geometry import GridLike, image_geometry, patch_counts
+from ..geometry import GridLike, patch_counts
 from ..measure.accuracy import checked_errors
 from ..measure.provenance import device_name
 from ..measure.ranks import RankTiming, run_ranks, time_on_ranks
@@ -45,7 +44,9 @@ from ..parallel.data_parallel import run_dp_sharded_vision_model
 from ..parallel.groups import init_group
 from ..parallel.tensor_parallel import tensor_parallel, tensor_parallel_sizes
 from . import harness
-from .fit_cost_model import CALIBRATION, Row, collective_points, fit_links, fit_record, predict
+from .fit_cost_model import CALIBRATION, collective_points, fit_links, fit_record, predict
+from .harness import Row
+from .towers import drawn_grids, noise, reference_and_tower
 
 Runs = dict[str, Callable[[], Any]]
 
@@ -57,25 +58,8 @@ SMALL_PATCHES, SMALL_KIB = 1024, 1024
 _WARM_UP_CALLS = 3
 SAME_CALL_CASES = ("batch 1", "batch 2", "batch 6")  # one image of 8x8, one of 16x16, 32 of 8x8
 HEADLINE = "16 of coco_val2017"
-COLUMNS = (
-    "case",
-    "variant",
-    "phase",
-    "ranks_count",
-    "images",
-    "patches",
-    "latency_ms_p50",
-    "latency_ms_p20",
-    "latency_ms_p80",
-    "repeats",
-    "compute_ms",
-    "skew_ms",
-    "collective_ms",
-    "collective_count",
-    "collective_bytes",
-    "predicted_ms",
-    "speedup_ratio",
-    "relative_error",
+COLUMNS = harness.columns(
+    "phase ranks_count images patches compute_ms skew_ms collective_ms collective_count collective_bytes predicted_ms"
 )
 
 
@@ -90,7 +74,7 @@ def sweep(quick: bool, seed: int) -> dict[str, Sequence[GridLike]]:
         "2 of 40x40": [(40, 40)] * 2,
         "3 of 28x28": [(28, 28)] * 3,
         "60x60 and 6 of 12x12": [(60, 60)] + [(12, 12)] * 6,
-        HEADLINE: [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 16, seed)],
+        HEADLINE: drawn_grids("coco_val2017", 16, seed),
     }
 
 
@@ -108,23 +92,13 @@ class RankBench:
     def join(cls, options: argparse.Namespace) -> "RankBench":
         """Joins the other ranks."""
         group = init_group(options.device)
-        torch.manual_seed(options.seed)
-        plain = EncoderOptions(attention="sdpa", position="interpolate", rope="complex", linear="plain")
-        exact = MoonVitPretrainedModel(MoonViTConfig.preset(options.preset), plain).eval()
-
-        def copy() -> MoonVitPretrainedModel:
-            tower = MoonVitPretrainedModel(exact.config).eval()
-            tower.load_state_dict(exact.state_dict())
-            return tower.to(getattr(torch, options.dtype))
-
+        exact, whole = reference_and_tower(options)
         can_cut = group.size() in tensor_parallel_sizes(exact.config)
-        share = tensor_parallel(copy(), group).to(options.device) if can_cut else None
-        return cls(options, group, exact.to(options.device), copy().to(options.device), share)
+        return cls(options, group, exact, whole, tensor_parallel(copy.deepcopy(whole), group) if can_cut else None)
 
     def rows(self, phase: str, case: str, grids: Sequence[GridLike], model: CostModel | None = None) -> Iterator[Row]:
         """Checks every mode on one batch and, but for the phase "check", times it."""
-        generator = torch.Generator().manual_seed(self.options.seed)
-        pixels = torch.randn(sum(patch_counts(grids)), 3, 14, 14, generator=generator, device="cpu")
+        pixels = noise(grids, self.options.seed)
         runs = self._modes(pixels, grids, model)
         errors = self._errors(runs, self.exact(pixels, grids))
         timings = {} if phase == "check" else self._time(runs, few=len(pixels) > SMALL_PATCHES)
@@ -289,9 +263,8 @@ def summary(rows: list[Row]) -> Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = harness.parser("parallel", __doc__)
+    parser = harness.parser("parallel", __doc__, preset="lab")
     parser.add_argument("--ranks", type=int, help="processes to start; by default the GPUs, or 2 on a CPU")
-    parser.add_argument("--preset", default="lab", choices=("tiny", "lab", "kimi-vl-a3b"), help="%(default)s")
     parser.add_argument("--dtype", default="float32", choices=tuple(TOLERANCE), help="%(default)s")
     parser.add_argument("--repeats", type=int, default=5, help="counted rounds (%(default)s)")
     options = parser.parse_args(arguments)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..config import MoonViTConfig
-from ..datasets import draw_sizes
-from ..geometry import GridLike, image_geometry, patch_counts
+from ..geometry import GridLike, patch_counts
 from ..moonvit.position import POSITION_OPERATORS, Learnable2DInterpPosEmb
 from . import harness
 from .compare import COLUMNS, compare, mean_speedups
+from .towers import drawn_grids
 
 SINGLE_GRIDS: Sequence[GridLike] = [(36, 46), (48, 86), (446, 12), (128, 128), (2, 510), (66, 66), (4, 40)]
 MIXED = ("coco_val2017", "pew_charts", "receipts")
@@ -72,10 +72,7 @@ def cases(quick: bool, seed: int) -> dict[str, Sequence[GridLike]]:
     """Batches by name: one image of each grid, and 8 images of each workload."""
     grids = SINGLE_GRIDS[:4] if quick else SINGLE_GRIDS
     singles: dict[str, Sequence[GridLike]] = {f"{h}x{w}": [(h, w)] for h, w in grids}
-    mixed: dict[str, Sequence[GridLike]] = {
-        f"8 of {name}": [image_geometry(*size).grid_hw for size in draw_sizes(name, 8, seed)] for name in MIXED
-    }
-    return singles if quick else singles | mixed
+    return singles if quick else singles | {f"8 of {name}": drawn_grids(name, 8, seed) for name in MIXED}
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ Test: tests/test_benchmarks.py. Record: position_cache__*.csv.
 import argparse
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from ..config import MoonViTConfig
 from ..datasets import draw_sizes, load_sizes
 from ..geometry import GridLike, image_geometry, num_patches
 from ..measure.accuracy import checked_errors
-from ..measure.timing import time_interleaved
 from ..moonvit.position_cache import PositionCache
 from . import harness
+from .compare import time_variants
 from .position import TOLERANCE, cached, full_size_table
 
 WORKLOADS = ("coco_val2017", "pew_charts", "receipts", "device_screens", "clipart")
@@ -70,12 +71,9 @@ def costs(options: argparse.Namespace) -> dict[str, float]:
     """Measured first, in bfloat16: microseconds a patch of a hit and of a miss, and the miss's relative error."""
     module, exact = full_size_table(torch.bfloat16, "cpu", options.seed)
     grids = [TIMED_GRID]
-    runs = {
-        "miss": lambda: cached(module, grids, cold=True),
-        "hit": lambda: cached(module, grids, cold=False),
-    }
+    runs = {way: partial(cached, module, grids, cold=way == "miss") for way in ("miss", "hit")}
     errors = checked_errors(runs, exact.get_pos_embeds(grids), TOLERANCE["bfloat16"])
-    timings = time_interleaved(runs, warmup=options.warmup, repeats=options.repeats, seed=options.seed)
+    timings = time_variants(options, "costs", runs)
     hit, miss = (round(1e3 * timings[name].p50_ms / num_patches(TIMED_GRID), 4) for name in ("hit", "miss"))
     return {"hit_us_per_patch": hit, "miss_us_per_patch": miss, "relative_error": float(f"{errors['miss']:.3g}")}
 

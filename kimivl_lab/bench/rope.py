@@ -15,14 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..config import MoonViTConfig
-from ..datasets import draw_sizes
-from ..geometry import GridLike, image_geometry, patch_counts
+from ..geometry import GridLike
 from ..kernels.amx.library import amx_unavailable
 from ..kernels.rotation import ROPE_IMPLEMENTATIONS, rotate_complex
 from ..moonvit.rope import Rope2DPosEmb
 from . import harness
 from .compare import COLUMNS, compare, mean_speedups
+from .towers import drawn_grids, random_qkv
 
 SINGLE_GRIDS: Sequence[GridLike] = [(32, 32), (36, 46), (64, 64)]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
@@ -31,8 +30,7 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
 def cases(quick: bool, seed: int) -> dict[str, Sequence[GridLike]]:
     """Batches by name."""
     singles: dict[str, Sequence[GridLike]] = {f"{h}x{w}": [(h, w)] for h, w in SINGLE_GRIDS}
-    drawn = [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 8, seed)]
-    return singles if quick else singles | {"8 of coco_val2017": drawn}
+    return singles if quick else singles | {"8 of coco_val2017": drawn_grids("coco_val2017", 8, seed)}
 
 
 def implementations(options: argparse.Namespace) -> list[str]:
@@ -53,14 +51,11 @@ def turned(name: str, qkv: Tensor, cos_sin: Tensor) -> Tensor:
 @torch.inference_mode()
 def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
     """The rows of one record: full-size heads, random q and k."""
-    config, names = MoonViTConfig.preset("kimi-vl-a3b"), implementations(options)
+    names = implementations(options)
     for case, grids in cases(options.quick, options.seed).items():
-        patches = sum(patch_counts(grids))
-        generator = torch.Generator().manual_seed(options.seed)
-        qkv = torch.randn(patches, 3, config.num_attention_heads, config.head_dim, generator=generator, device="cpu")
-        qkv = qkv.to(getattr(torch, options.dtype)).to(options.device)
+        qkv = random_qkv(options, grids)
         work = qkv.clone()[:, :2]  # "in_place" turns it on and on: the same work, and a rotation keeps the size
-        cos_sin = Rope2DPosEmb(config.head_dim).get_cos_sin(grids, options.device)
+        cos_sin = Rope2DPosEmb(qkv.shape[-1]).get_cos_sin(grids, options.device)
         yield from compare(
             options,
             case,
@@ -68,7 +63,7 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
             rotate_complex(qkv[:, :2].double(), cos_sin.double()),
             baseline="complex",
             tolerance=TOLERANCE[options.dtype],
-            patches=patches,
+            patches=len(qkv),
             bytes_moved=2 * work.numel() * work.element_size() + cos_sin.nbytes,
             gbps=options.copy_gbps,
             checks={name: partial(turned, name, qkv, cos_sin) for name in names},

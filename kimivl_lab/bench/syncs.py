@@ -20,34 +20,22 @@ import torch
 from torch import Tensor
 
 from ..config import EncoderOptions, MoonViTConfig
-from ..datasets import draw_sizes
-from ..geometry import IN_TOKEN_LIMIT, GridLike, image_geometry, patch_counts
+from ..geometry import IN_TOKEN_LIMIT, GridLike, patch_counts
 from ..lessons.grids_on_device import METADATA_VARIANTS
 from ..measure.accuracy import checked_errors
-from ..measure.timing import time_interleaved
 from ..moonvit.model import MoonVitPretrainedModel
 from ..syncs.counter import HostSyncCounter, count_host_syncs, on_device
 from . import harness
-from .towers import noise, reference_and_tower
+from .compare import time_variants, variant_rows
+from .towers import drawn_grids, noise, reference_and_tower
 
 IMAGES = (1, 12)
 LAUNCHES = 64
 READS = (0, 4, 16, 64)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
-COLUMNS = (
-    "case",
-    "variant",
-    "images",
-    "patches",
-    "syncs_count",
-    "pretended_syncs_count",
-    "launches_count",
-    "pretended_launches_count",
-    "to_device_bytes",
-    "to_host_bytes",
-    *harness.TIMES,
-    "read_cost_us",
-    "relative_error",
+COLUMNS = harness.columns(
+    "images patches syncs_count pretended_syncs_count launches_count "
+    "pretended_launches_count to_device_bytes to_host_bytes read_cost_us"
 )
 _NARROW = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16}
 _OPTIONS = EncoderOptions(rope="complex")  # what compiles itself would be counted as other kernels
@@ -78,27 +66,21 @@ def count_and_time(options: argparse.Namespace) -> Iterator[harness.Row]:
     exact, tower = reference_and_tower(options, _OPTIONS)
     for images in IMAGES:
         harness.progress(f"syncs: {images} images")
-        sizes = draw_sizes("coco_val2017", images, options.seed)
         limit = 64 if options.quick else IN_TOKEN_LIMIT
-        grids = [image_geometry(*size, in_token_limit=limit).grid_hw for size in sizes]
+        grids = drawn_grids("coco_val2017", images, options.seed, in_token_limit=limit)
         runs = forwards(tower, grids, torch.tensor(grids, device=tower.device), options.seed)
         want = forwards(exact, grids, torch.tensor(grids, device=tower.device), options.seed)["host"]()
         errors = checked_errors(runs, want, TOLERANCE[options.dtype])
         pretended = pretended_counts(tower.config.num_hidden_layers, images)
         counted = {name: count_host_syncs(run) for name, run in runs.items()} if tower.device.type == "cuda" else {}
-        timings = time_interleaved(
-            runs, device=tower.device, warmup=options.warmup, repeats=options.repeats, seed=f"{options.seed} {images}"
-        )
-        for name, timing in timings.items():
-            row = {
-                "case": f"{images} of coco_val2017",
-                "variant": name,
+        case = f"{images} of coco_val2017"
+        for row in variant_rows(case, time_variants(options, case, runs), errors, "per_layer"):
+            name = row["variant"]
+            row |= {
                 "images": images,
                 "patches": sum(patch_counts(grids)),
                 "pretended_syncs_count": pretended[name].total,
                 "pretended_launches_count": pretended[name].launches,
-                "relative_error": f"{errors[name]:.3g}",
-                **timing.row(),
             }
             if name in counted:
                 row |= {
@@ -133,24 +115,14 @@ def loops(device: torch.device, quick: bool) -> dict[str, dict[int, Callable[[],
 
 def price(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Rows of the loops."""
-    device = torch.device(options.device)
-    for kernel, runs in loops(device, options.quick).items():
+    for kernel, runs in loops(torch.device(options.device), options.quick).items():
         harness.progress(f"syncs: {kernel}")
         variants = {f"{reads} reads of {LAUNCHES} launches": run for reads, run in runs.items()}
         errors = checked_errors(variants, runs[0](), 0.0)
-        timings = time_interleaved(
-            variants, device=device, warmup=options.warmup, repeats=options.repeats, seed=f"{options.seed} {kernel}"
-        )
-        free = timings[f"0 reads of {LAUNCHES} launches"].p50_ms
-        for (name, timing), reads in zip(timings.items(), READS, strict=True):
-            cost = max(0.0, timing.p50_ms - free) / reads * 1e3 if reads else None
-            yield {
-                "case": kernel,
-                "variant": name,
-                "read_cost_us": None if cost is None else round(cost, 3),
-                "relative_error": f"{errors[name]:.3g}",
-                **timing.row(),
-            }
+        timings, free = time_variants(options, kernel, variants), f"0 reads of {LAUNCHES} launches"
+        for row, reads in zip(variant_rows(kernel, timings, errors, free), READS, strict=True):
+            added = max(0.0, row["latency_ms_p50"] - timings[free].p50_ms)
+            yield row | {"read_cost_us": round(added / reads * 1e3, 3) if reads else None}
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What benchmarks of whole towers start from: a float32 reference, a tower of the same weights, and pixels of noise."""
+"""What benchmarks start from: a float32 reference and a tower of the same weights, drawn grids, random numbers."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..config import EncoderOptions, MoonViTConfig
-from ..geometry import GridLike, patch_counts
+from ..datasets import draw_sizes
+from ..geometry import IN_TOKEN_LIMIT, Grid, GridLike, image_geometry, patch_counts
 from ..moonvit.model import MoonVitPretrainedModel
 
 REFERENCE = EncoderOptions(attention="sdpa", position="interpolate", rope="complex", linear="plain")
@@ -28,6 +29,19 @@ def reference_and_tower(
     tower = MoonVitPretrainedModel(exact.config, fast).eval()
     tower.load_state_dict(exact.state_dict())
     return exact.to(options.device), tower.to(device=options.device, dtype=getattr(torch, options.dtype))
+
+
+def drawn_grids(workload: str, count: int, seed: int, in_token_limit: int = IN_TOKEN_LIMIT) -> list[Grid]:
+    """The grids of `count` images drawn from a workload."""
+    sizes = draw_sizes(workload, count, seed)
+    return [image_geometry(*size, in_token_limit=in_token_limit).grid_hw for size in sizes]
+
+
+def random_qkv(options: argparse.Namespace, grids: Sequence[GridLike]) -> Tensor:
+    """(L, 3, 16, 72): q, k and v of the published heads, in the options' dtype on their device."""
+    config, generator = MoonViTConfig.preset("kimi-vl-a3b"), torch.Generator().manual_seed(options.seed)
+    size = sum(patch_counts(grids)), 3, config.num_attention_heads, config.head_dim
+    return torch.randn(size, generator=generator, device="cpu").to(getattr(torch, options.dtype)).to(options.device)
 
 
 def noise(grids: Sequence[GridLike], seed: int) -> Tensor:
