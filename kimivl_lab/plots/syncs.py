@@ -85,7 +85,7 @@ def timelines(panels: Mapping[str, Timeline], *, axis: str, title: str, subtitle
 def waits_by_depth(
     depths: Sequence[int], counts: Mapping[str, Mapping[int, Sequence[int]]], *, title: str
 ) -> tuple[Figure, Axes]:
-    """Waits of one forward against the layers of the tower; the size of a ring is the number of images.
+    """Waits of one forward against the blocks of the tower; the size of a ring is the number of images.
 
     Args:
         depths: layers, ascending.
@@ -105,7 +105,7 @@ def waits_by_depth(
         ax.plot([], [], "o", color=GREY, mfc=fill, ms=6 + 6 * ring, mew=1.5, label=f"{images}")
     most = max(max(values) for by_images in counts.values() for values in by_images.values())
     ax.set(xlim=(0, depths[-1]), ylim=(-0.07 * most, 1.08 * most), xticks=depths)
-    ax.set(xlabel="layers of the tower", ylabel="waits of one forward")
+    ax.set(xlabel="blocks of the tower", ylabel="waits of one forward")
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(title="images in the batch", loc="upper left", ncols=3, handletextpad=0.6)
     set_titles(fig, title, COUNTED)
@@ -162,11 +162,11 @@ def pinned_buffers(panels: Mapping[str, Sequence[BufferStep]], *, title: str) ->
 
 
 def price_of_waits(
-    kernel_us: Sequence[float],
+    kernel_us: Sequence[float] | np.ndarray,
     prices: Mapping[str, Sequence[float]],
     slower: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    *,
     marks: Mapping[str, tuple[float, float]],
+    *,
     title: str,
     subtitle: str,
 ) -> tuple[Figure, Sequence[Axes]]:
@@ -181,7 +181,7 @@ def price_of_waits(
     fig, (left, right) = new_figure(10.4, 4.6, ncols=2)
     for (color, line, _), (words, values) in zip(_LINES, prices.items(), strict=False):
         left.plot(kernel_us, values, color=COLORS[color], ls=line, label=words)
-    left.set(ylim=(0, None), ylabel="one wait adds, µs")
+    left.set(ylim=(0, 1.1 * max(map(max, prices.values()))), ylabel="one wait adds, µs")
     left.legend(title="host's time for a launch", loc="lower right")
     for (color, line, _), (words, (low, high)) in zip(_LINES, slower.items(), strict=False):
         right.fill_between(kernel_us, low, high, color=COLORS[color], alpha=0.35, lw=0)

@@ -9,527 +9,704 @@
 #     language: python
 #     name: python3
 #   kimivl_lab:
-#     question: When does Python wait for the GPU, what does a wait cost, and how does a forward get by without any?
+#     question: When does Python wait for the GPU, what does one wait cost, and how does an encoder run without any?
 #     minutes_cpu: 1
 #     gpu: optional
 #     data: sizes of data/workloads, numbers of data/published
 # ---
 
 # %% [markdown]
-# # Host syncs
+# # Host syncs: when Python waits for the GPU
+#
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [70 CUDA graphs](70_cuda_graphs.ipynb)
 #
 # ## The question
 #
-# When does Python wait for the GPU, what does a wait cost, and how does a forward get by without any?
-#
+# When does Python wait for the GPU, what does one wait cost, and how does an encoder run without
+# any?
+
+# %% [markdown]
 # ## You will be able to
 #
-# - **find** every line of a forward that makes the host wait, on a machine that has no GPU;
-# - **rewrite** such lines so that they wait no more, without a pinned buffer that is overwritten too early;
-# - **predict** what a wait costs from three times: of a launch, of a kernel, of the way back.
+# - **find** the lines of a forward that make Python wait, on a machine that has no GPU;
+# - **rewrite** such lines so that they do not wait, without a buffer that is overwritten too
+#   early;
+# - **predict** what a wait costs from three times: a launch, a kernel, and the way back.
 #
 # ## Needs
 #
-# Notebooks [00](00_start_here.ipynb) and [40](40_packed_attention.ipynb), for `cu_seqlens` and `max_seqlen`. A minute on a CPU. A GPU is optional: without one the waits are counted on a
-# device that is only pretended. Such numbers are **counts, never times**.
+# Notebooks [00](00_start_here.ipynb) and [40](40_packed_attention.ipynb), for
+# [cu_seqlens](GLOSSARY.md#cu_seqlens) and [max_seqlen](GLOSSARY.md#max_seqlen). About 90 minutes
+# to read and solve. The notebook runs in about a minute on a CPU. A GPU is optional: without one,
+# the waits are counted on a [pretended device](GLOSSARY.md#pretended-device). Such numbers are
+# counts, never times.
 #
 # ## Versions and machine
 
 # %% tags=["nbval-ignore-output"]
 import warnings
 
-warnings.filterwarnings("ignore", message="IProgress not found")  # about a widget that nothing here uses
+warnings.filterwarnings("ignore", message="IProgress not found")  # about a widget that is not used
 from kimivl_lab.measure.provenance import device_name, versions
 
 print(device_name("cpu"))
 print(versions())
 
 # %%
-import csv
 import linecache
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import matplotlib.pyplot as plt
-import numpy as np
 import torch
+import torch.nn.functional as F
 
-from kimivl_lab import EncoderOptions, MoonViTConfig, MoonVitPretrainedModel, count_host_syncs, image_geometry, plots
-from kimivl_lab.bench.metadata import array_builders, device_builders
-from kimivl_lab.bench.syncs import loops, pretended_counts
-from kimivl_lab.datasets import data_path, draw_sizes
-from kimivl_lab.measure.accuracy import relative_error
-from kimivl_lab.syncs.watch import Watcher
-from kimivl_lab.syncs.pretend import PretendDevice
-from kimivl_lab.measure.roofline import copy_gbps, floor_ms
-from kimivl_lab.syncs.counter import HostSyncError, on_device
-from kimivl_lab.measure.timing import time_interleaved
-from kimivl_lab.lessons.grids_on_device import METADATA_VARIANTS
+from kimivl_lab import EncoderOptions, MoonViTConfig, MoonVitPretrainedModel
+from kimivl_lab import count_host_syncs, plots
 from kimivl_lab.kernels.memory import upload
+from kimivl_lab.lessons import host_syncs
+from kimivl_lab.lessons.checks import check, check_function
+from kimivl_lab.lessons.grids_on_device import METADATA_VARIANTS
+from kimivl_lab.lessons.guesses import Comparison, compare, guess
 from kimivl_lab.plots import syncs
+from kimivl_lab.syncs.counter import HostSyncError, on_device
+from kimivl_lab.syncs.pretend import PretendDevice
 
 plots.use_style()
 _ = torch.set_grad_enabled(False), torch.manual_seed(0)
 
 # %% [markdown]
-# ## Predict
+# ## Waits: launches, a queue, and a host that runs ahead
 #
-# Python does not compute on a GPU, it **launches**: it puts a kernel into the device's queue and goes on. So the host runs ahead, and the device always finds work. This ends when Python needs a number that the device has yet to
-# compute, for an `if`, a length, a loop. It must wait for everything in the queue, and for the number to come back: a *host sync*. When it goes on, the queue is empty.
+# Python does not compute on a GPU. It [launches](GLOSSARY.md#kernel-launch): it puts a
+# [kernel](GLOSSARY.md#kernel) into the GPU's queue, the [stream](GLOSSARY.md#stream), and
+# continues at once. So the [host](GLOSSARY.md#host-and-device) runs ahead of the device, and the
+# device always finds the next kernel in the queue. This distance is the host's **lead**.
 #
-# Which lines wait is a property of the code, so it can be counted without a GPU. While a `PretendDevice` is entered, torch has a CUDA device: its tensors lie in host memory under another name, and a watcher
-# hears of every launch, copy and wait. This one notes after how many launches each wait comes:
-
+# The lead ends when Python needs a number that the device has not computed yet: for an `if`, for
+# a length, for a loop. Python must then wait until every kernel in the queue is done and the
+# number has come back. This is a **host sync**, short [sync](GLOSSARY.md#sync). When Python
+# continues, the queue is empty.
+#
+# Which lines wait is a property of the code, so it can be counted without a GPU. Inside
+# `PretendDevice`, torch has a CUDA device whose tensors lie in host memory. `WaitOrder` (in
+# `kimivl_lab/lessons/host_syncs.py`) notes after how many launches each wait comes.
 
 # %%
-class Order(Watcher):
-    def __init__(self):
-        super().__init__()
-        self.waits = []
-
-    def wait(self, kind):
-        self.waits.append(self.launches)
-
-
-with PretendDevice(order := Order()):
-    x = torch.zeros(8, device="cuda")
+with PretendDevice(order := host_syncs.WaitOrder()):
+    x = torch.zeros(8, device="cuda")  # the first launch
     for step in range(1, 12):
-        x.add_(1)  # a launch
+        x.add_(1)  # one launch in each step
         if step in (3, 7):
-            float(x[0])  # the host wants to know
+            float(x[0])  # Python needs a value of the device: a wait
 print(f"{order.launches} launches, waits after {order.waits}")
-assert (order.launches, order.waits) == (12, [4, 8])
 
 # %% [markdown]
-# What do they cost? Three times decide: the host's for a launch, $\ell$; the device's for a kernel, $k$; and the latency $s$ from the end of the last kernel until Python goes on. By hand: between two waits $m$ kernels take
-# $\ell + k + (m - 1)\max(\ell, k)$, since the first must be launched before it runs, and from then on the slower side sets the pace. Summed up, $n$ launches with $w$ waits between them take
+# `torch.zeros` launches a kernel too. So there are $1 + 11 = 12$ launches, and the wait of step 3
+# comes after $1 + 3 = 4$ of them.
 #
-# $$T = \underbrace{\ell + k + (n - 1)\max(\ell, k)}_{\text{no wait}} + w \cdot \underbrace{\left(s + \min(\ell, k)\right)}_{\text{price of a wait}}$$
+# ## Predict: what does one wait cost?
 #
-# A price per wait, wherever between launches it stands: the latency, and the overlap that is lost once. Played through, one event after the other:
+# Three times decide. In this example the host needs $t_{launch} = 8$ µs for one launch, and the
+# device needs $t_{kernel} = 20$ µs for one kernel. From the end of the last kernel until Python
+# continues, the way back takes $t_{back} = 25$ µs.
+#
+# Without waits, the first kernel ends after $8 + 20 = 28$ µs. Then the device, the slower side,
+# sets the pace with 20 µs for each kernel. Twelve kernels take $28 + 11 \cdot 20 = 248$ µs.
+#
+# With a wait, the device idles for $t_{back}$, since nothing is in the queue. Then it idles for
+# one more launch. So a wait costs $25 + 8 = 33$ µs here, and two waits give $248 + 66 = 314$ µs.
+#
+# With kernels of 4 µs the host sets the pace. Without waits it launches all the time. At a wait
+# it stands still until the running kernel is done, 4 µs, and for $t_{back}$: $4 + 25 = 29$ µs for
+# each wait.
+#
+# **Your code.** Write the price of one wait for any three times.
 
 
 # %%
-def timeline(launches, waits, launch, kernel, latency):
-    """Spans of `launches` equal kernels in order, with a wait after as many launches as `waits` says."""
-    host = device = 0.0
-    launched, waited, ran = [], [], []
-    for done in range(launches + 1):
-        for _ in range(waits.count(done)):
-            waited.append((host, max(host, device) + latency))
-            host = waited[-1][1]
-        if done < launches:
-            launched.append((host, host + launch))
-            host += launch
-            start = max(host, device)  # not before it is launched, nor before the kernel ahead of it is done
-            device = start + kernel
-            ran.append((start, device))
-    return syncs.Timeline(launched, waited, ran)
+def wait_price(launch, kernel, back):
+    """µs that one wait adds."""
+    return ...
 
+
+cases = [(8, 20, 25), (8, 4, 25), (5, 3, 20), (5, 300, 40), (6, 6, 10)]
+expected = {one: host_syncs.simulated_price(*one) for one in cases}
+hint = "the way back, plus the side that is shorter: its work no longer overlaps the other's"
+check_function("price of a wait", wait_price, expected, hint=hint)
+
+# %% [markdown]
+# The whole formula:
+#
+# $$t = \underbrace{t_{launch} + t_{kernel} + (\text{launches} - 1)\max(t_{launch}, t_{kernel})}_{\text{without waits}} + \text{waits} \cdot \underbrace{\left(t_{back} + \min(t_{launch}, t_{kernel})\right)}_{\text{price of one wait}}$$
+#
+# The price does not depend on where between the launches the wait stands. `simulate` plays one
+# event after the other. Here it plays the 12 launches that were counted above.
 
 # %%
 panels = {}
 for kernel, waits in [(20, []), (20, order.waits), (4, order.waits)]:
-    played = timeline(12, waits, launch=8, kernel=kernel, latency=25)
-    assert played.end == 8 + kernel + 11 * max(8, kernel) + len(waits) * (25 + min(8, kernel))
-    panels[f"kernels of {kernel} µs, {len(waits)} waits: done after {played.end:.0f} µs"] = played
-subtitle = "launches and waits counted; times assumed: launch 8 µs, latency 25 µs"
-fig, axes = syncs.timelines(panels, axis="time, µs", title="A wait empties the device's queue", subtitle=subtitle)
+    played = host_syncs.simulate(12, waits, launch=8, kernel=kernel, back=25)
+    by_formula = 8 + kernel + 11 * max(8, kernel) + len(waits) * (25 + min(8, kernel))
+    label = f"kernels of {kernel} µs, {len(waits)} waits"
+    print(f"{label:26s} formula {by_formula}, played {played.end:.0f}")
+    panels[f"{label}: done after {played.end:.0f} µs"] = played
+subtitle = "launches and waits counted; times assumed: launch 8 µs, way back 25 µs"
+title = "A wait empties the device's queue"
+fig, axes = syncs.timelines(panels, axis="time, µs", title=title, subtitle=subtitle)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* grey lines lead from a launch to its kernel; above, the host is done long before the device; each wait then costs the same gap on the device, latency and launch, and the host's whole lead; below, the device is never busy, and a wait costs
-# latency and kernel.
+# *How to read it:* a grey line leads from a launch to its kernel. Above, the host is done long
+# before the device: this is its lead. In the middle each wait leaves the same gap on the device,
+# and the lead is lost. Below, the kernels are so short that the device is mostly idle even
+# without waits.
 #
-# ## Build
+# ## Build: find the waits
 #
-# ### Find them
-#
-# A small encoder, all of it on the device: patches of several pictures in, the mean feature of each picture's patches that are not blank out. It is right, and every line of it can be found in real code. Before you run the next cell: which
-# lines wait?
+# Here is a small encoder, all of it on the device. It drops blank patches and returns the mean
+# feature of each image. (No image is blank altogether.) It is right, and real code has each of
+# its lines.
 
 
 # %%
 def mean_features(patches, weight, grid_hws):
-    """(L, 588), (588, D), (n, 2), all on the device -> (n, D)."""
+    """(L, 588), (588, D), (m, 2), all on the device -> (m, D)."""
     x = patches @ weight  # (L, D)
     if x.abs().max() > 50:
         x = x.clamp(-50, 50)
     x = x - torch.tensor([0.5], device=x.device)
-    pictures = torch.arange(len(grid_hws), device=x.device)
-    owner = pictures.repeat_interleave(grid_hws.prod(1))  # (L,) the picture of each patch
+    images = torch.arange(len(grid_hws), device=x.device)
+    owner = images.repeat_interleave(grid_hws.prod(1))  # (L,) the image of each patch
     kept = patches.abs().amax(1) > 0
     x, owner = x[kept], owner[kept]
     lengths = owner.bincount().tolist()
     return torch.stack([part.mean(0) for part in x.split(lengths)])
 
 
+# %% [markdown]
+# **Your guess.** How often does Python wait in one call?
+
 # %%
-grids, patches, weight = [(4, 6), (10, 4), (2, 2)], torch.randn(68, 588), torch.randn(588, 16)
+waits_guess = guess("waits of mean_features", None, unit="waits")
+
+# %%
+grids = [(4, 6), (10, 4), (2, 2)]
+patches, weight = torch.randn(68, 588), torch.randn(588, 16)
 patches[5:9] = 0  # blank
 inputs = on_device([patches, weight, torch.tensor(grids)], pretended=True)
 counter = count_host_syncs(mean_features, *inputs, pretended=True)
 for event in counter.events:
     print(f"{event.kind:15s} {linecache.getline(event.file, event.line).strip()}")
-print(f"{counter.total} waits, {counter.launches} launches, {counter.bytes_to_host} bytes read back")
-assert counter.total == 9
+compare(Comparison(waits_guess, measured=counter.total))
 
 # %% [markdown]
-# Nine waits on five lines. The `if` and `tolist` one sees. The others wait for a **size**: torch must allocate the result before it launches the kernel that fills it, and how many rows a mask selects, or a `repeat` makes, only the
-# device knows. `torch.tensor(..., device=...)` waits for its copy. Removing all nine is the first exercise.
+# Nine waits on five lines. Two of them are easy to see: the `if` and `tolist`. The others wait
+# for the **size** of a result. torch must allocate the result before it launches the kernel that
+# fills it. How many lines a mask selects, or a repeat makes, only the device knows.
+# `torch.tensor(..., device=...)` waits for its copy.
 #
-# ### Hidden ones, and lines that only look like it
+# **Your code.** Start with the line that makes `owner`. `counts` lie on the device. Their sum,
+# `total`, is known on the host, since the host built the batch. Repeat image 0 `counts[0]` times,
+# image 1 `counts[1]` times, without a wait. The check counts: [values, waits].
+
+
+# %%
+def owners(counts, total):
+    """(m,) on the device, and their sum as a Python integer -> (total,) on the device."""
+    return ...
+
+
+cases = [(([2, 4, 1], 7), [[0, 0, 1, 1, 1, 1, 2], 0]), (([1, 3], 4), [[0, 1, 1, 1], 0])]
+hint = "torch.arange on the same device, then repeat_interleave with one more argument: the size"
+check_function("owners, and the waits", host_syncs.with_waits(owners), cases, hint=hint)
+
+# %% [markdown]
+# ### Hidden waits, and lines that only look like one
 #
-# Guess first: how often does each line wait? The number beside each is our prediction.
+# `counts` and `x` lie on the device, `host` on the host. The mask has two lines that are true.
 
 # %%
 counts, x = on_device((torch.tensor([1, 3, 2]), torch.arange(3.0)), pretended=True)
 mask, host = x > 0, torch.arange(3)
 lines = {
-    "[int(n) for n in counts]": (3, lambda: [int(n) for n in counts]),
-    "max(counts)": (2, lambda: max(counts)),
-    "range(counts[0])": (1, lambda: range(counts[0])),
-    "f'{x}'": (1, lambda: f"{x}"),
-    "x[mask]": (1, lambda: x[mask]),
-    "mask.nonzero()": (1, mask.nonzero),
-    "counts.unique()": (1, counts.unique),
-    "x.repeat_interleave(counts)": (2, lambda: x.repeat_interleave(counts)),
-    "x[[0, 2]]": (1, lambda: x[[0, 2]]),
-    "x[0] = 1": (1, lambda: x.__setitem__(0, 1)),
-    "host.to('cuda')": (1, lambda: host.to("cuda")),
-    "[n * 2 for n in counts]": (0, lambda: [n * 2 for n in counts]),
-    "len(x), x.shape, x.numel()": (0, lambda: (len(x), x.shape, x.numel())),
-    "x.clamp(max=x.mean())": (0, lambda: x.clamp(max=x.mean())),
-    "x[mask] = 0": (0, lambda: x.__setitem__(mask, 0)),
-    "x.repeat_interleave(counts, output_size=6)": (0, lambda: x.repeat_interleave(counts, output_size=6)),
-    "host[: len(x)].tolist()": (0, lambda: host[: len(x)].tolist()),
+    "[int(n) for n in counts]": lambda: [int(n) for n in counts],
+    "[n * 2 for n in counts]": lambda: [n * 2 for n in counts],
+    "f'{x}'": lambda: f"{x}",
+    "x.shape[0] > 2": lambda: (x + 1).shape[0] > 2,
+    "x[mask]": lambda: x[mask],
+    "x[mask] = 0": lambda: x.__setitem__(mask, 0),
+    "x[0] = 1": lambda: x.__setitem__(0, 1),
+    "x.clamp(max=x.mean())": lambda: x.clamp(max=x.mean()),
+    "counts.unique()": lambda: counts.unique(),
+    "x.repeat_interleave(counts)": lambda: x.repeat_interleave(counts),
+    "host.to('cuda')": lambda: host.to("cuda"),
 }
-for line, (predicted, run) in lines.items():
-    counted = count_host_syncs(run, pretended=True)
-    print(f"{line:46s} predicted {predicted}, counted {counted.total} {' '.join(counted.by_kind)}")
-    assert counted.total == predicted
+counted = {line: count_host_syncs(run, pretended=True) for line, run in lines.items()}
 
 # %% [markdown]
-# The rule behind the list: a line waits when **Python** must know a value of the device, or the **size** of a result. Values that go from one kernel to the next do not come by the host: a loop over a tensor
-# is a loop over views, a mask that is written through needs no size, and shapes were never on the device.
-#
-# ### The encoder, as it was served
-#
-# The tower needs the grids four times: for position, rope, merge order, and the longest picture, which sizes the launch of attention. As read in [SGLang](https://github.com/sgl-project/sglang) before its
-# [pull request 30869](https://github.com/sgl-project/sglang/pull/30869), and in the eager path of [vLLM](https://github.com/vllm-project/vllm) 0.32, the grids lie on the device: three reads a forward, and the longest picture once in
-# every layer. Since then SGLang reads it once. The library keeps both handlings beside its own, with the same weights and kernels. Predicted for $N$ layers: $N + 3$, $4$, $0$.
+# **Your answer.** For each line, does it wait or not? Write eleven times `True` (waits) or
+# `False` before you look at the next output.
 
 # %%
-tower = MoonVitPretrainedModel(MoonViTConfig.preset("tiny", num_hidden_layers=27), EncoderOptions(rope="complex")).eval()
+line_waits = None  # a list of eleven True or False
+
+expected = [one.total > 0 for one in counted.values()]
+hint = "does Python need a value of the device, the size of a result, or a copy from the host?"
+check("lines that wait", line_waits, expected, hint=hint)
+
+# %%
+for line, one in counted.items():  # how often each line waits
+    print(f"{line:28s} {one.total} {' '.join(one.by_kind)}")
+
+# %% [markdown]
+# The rule behind the list: **a line waits when Python must know a value of the device, or the
+# size of a result.** Values that go from one kernel to the next do not pass the host. A mask that
+# is *written* through needs no size, a mask that *selects* does. Shapes are always on the host.
+# `x[0] = 1` copies one number from ordinary host memory, and the host waits for this copy.
+#
+# ### What the counter knows, and what it does not
+#
+# The counter looks each torch operator up in one table, `kimivl_lab/syncs/rules.py`. The table
+# was written from torch's source. `python -m kimivl_lab.syncs` prints all of it.
+#
+# An operator that is not in the table is **unknown**. It is not counted as 0: it stands in
+# `counter.unknown`, and `print(counter)` shows it. `torch.linalg.inv` is an example: torch
+# chooses the solver library by the size of the matrix. Only a GPU's own debug mode gives the
+# answer then.
+
+# %%
+from kimivl_lab.syncs.rules import known
+
+for operator in ("nonzero", "repeat_interleave", "segment_reduce", "topk"):
+    print(f"{operator:18s} {known()[operator]}")
+matrix = on_device(torch.eye(3), pretended=True)
+inverse = count_host_syncs(torch.linalg.inv, matrix, pretended=True)
+print("torch.linalg.inv:", inverse.by_kind, "unknown:", [event.kind for event in inverse.unknown])
+
+# %% [markdown]
+# ## Encoder: as it was served, and without waits
+#
+# The tower needs the grids four times: for position, [RoPE](GLOSSARY.md#rope), the
+# [merge](GLOSSARY.md#merge), and the longest image, which sizes the launch of attention.
+#
+# As read in SGLang before its [pull request
+# 30869](https://github.com/sgl-project/sglang/pull/30869), and in the eager path of vLLM 0.32,
+# the grids lie on the device. Position, RoPE and merge read them back once each. The longest
+# image is read **in every block**. Since that pull request SGLang reads it once. The library
+# keeps both old ways beside its own (`kimivl_lab/lessons/grids_on_device.py`), with the same
+# weights and kernels.
+#
+# **Your guess.** How many waits does the old way make with $N = 27$ blocks?
+
+# %%
+tower_guess = guess("waits of 27 blocks, old way", None, unit="waits")
+
+# %%
+config = MoonViTConfig.preset("tiny", num_hidden_layers=27)
+tower = MoonVitPretrainedModel(config, EncoderOptions(rope="complex")).eval()
 pixels, grid_hws = torch.randn(68, 3, 14, 14), torch.tensor(grids)
 away, away_hws = on_device((tower, grid_hws), pretended=True)
-counted = {}
+forwards = {}
 for name, encode in METADATA_VARIANTS.items():
-    counted[name] = count_host_syncs(encode, away, pixels, grid_hws if name == "host" else away_hws, pretended=True)
-    print(f"{name:12s} {counted[name].total:2d} waits {counted[name].by_kind}")
-assert [one.total for one in counted.values()] == [30, 4, 0]
+    hws = grid_hws if name == "host" else away_hws
+    forwards[name] = count_host_syncs(encode, away, pixels, hws, pretended=True)
+    print(f"{name:12s} {forwards[name].total:2d} waits {forwards[name].by_kind}")
+compare(Comparison(tower_guess, predicted=27 + 3, measured=forwards["per_layer"].total))
 
 # %% [markdown]
-# ### The race that replaces a wait
+# The old way makes one wait for each block and three for the grids, $27 + 3 = 30$. If the grids
+# stay on the host, as integers, nothing is read at all.
 #
-# What the host knows must still get to the device. An ordinary copy waits. A `non_blocking` one from **pinned** memory does not: it is queued, and reads its source when its turn comes. So the source must not change until then. A pinned buffer that is
-# kept, to save the allocation, and written again for the next batch, does change. Here with our own queue, of three batches' `cu_seqlens`:
+# ### The race that can replace a wait
+#
+# What the host knows must still reach the device. There are three kinds of copy:
+#
+# - An ordinary one, `x.to("cuda")`: the host waits until the copy is done.
+# - `non_blocking=True` from [pinned memory](GLOSSARY.md#pinned-memory): the copy joins the queue.
+#   It reads its source later, when its turn comes.
+# - `non_blocking=True` from [pageable memory](GLOSSARY.md#pageable-memory): the copy is
+#   **staged**. The driver copies through a buffer of its own and may wait first. torch's debug
+#   mode does not see this.
+#
+# The second one does not wait. But its source must not change until the copy has run. A program
+# that keeps one pinned buffer, to save the allocation, can write the next batch into it too
+# early. Here are the cu_seqlens of three batches A, B and C under three policies
+# (`fill_buffers`).
 
 # %%
-batches = {name: torch.tensor([0, *ends]) for name, ends in {"A": (24, 64), "B": (40, 44), "C": (4, 68)}.items()}
-panels, arrived = {}, {}
-for policy in ("one buffer, written again at once", "a fresh buffer a batch", "one buffer, and the host waits for an event"):
-    buffers, queue, steps, arrived[policy] = [torch.zeros(3, dtype=torch.int64)], [], [], {}
-    for name in (*batches, None):  # None: the host is done, the device gets to the rest
-        while queue and (name is None or "event" in policy):
-            wanted, number = queue.pop(0)
-            arrived[policy][wanted] = buffers[number].clone()  # the device reads what lies there by now
-            held = next(one for one in batches if torch.equal(batches[one], buffers[number]))
-            steps.append(syncs.BufferStep("device", wanted, number, held))
-        if name is not None:
-            if queue and "fresh" in policy:
-                buffers.append(torch.zeros(3, dtype=torch.int64))
-            buffers[-1].copy_(batches[name])  # the host writes now
-            queue.append((name, len(buffers) - 1))
-            steps.append(syncs.BufferStep("host", name, len(buffers) - 1, name))
-    panels[policy] = steps
-
-# %%
-for policy, got in arrived.items():
-    right = {name: torch.equal(got[name], offsets) for name, offsets in batches.items()}
-    print(f"{policy:44s} right: {right}")
-    assert all(right.values()) == ("at once" not in policy) and right["C"]
-fig, axes = syncs.pinned_buffers(panels, title="A buffer written again before its copy has run: no error, wrong offsets")
+panels = {}
+for policy in host_syncs.POLICIES:
+    panels[policy], right = host_syncs.fill_buffers(policy)
+    print(f"{policy:34s} right: {right}")
+title = "A buffer written again before its copy has run: no error, wrong offsets"
+fig, axes = syncs.pinned_buffers(panels, title=title)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* the bands are what a buffer holds; the copy takes what is there when it runs, not when it was asked for. Above, batches A and B run with the offsets of C, all of them valid numbers, and nothing fails.
+# *How to read it:* a coloured band is what a buffer holds, and the colour is the batch. A copy
+# takes what lies there when it runs. Above, the batches A and B run with the offsets of C. All of
+# these are valid numbers, so nothing fails.
 #
-# An event is right, and makes the host wait, for that copy alone. A fresh buffer is right and waits for nothing. It costs little, for torch keeps freed pinned memory and gives it out again, after the event that it records behind the copy. `upload` does that, and
-# the metadata of a batch go in **one** buffer: offsets, merge order, and each patch's column and row. Three ways for a small tensor, then the two builders:
+# Waiting for an event is right, and the host waits for this one copy. A fresh buffer is right
+# too, and waits for nothing. It costs little: torch keeps freed pinned memory and gives it out
+# again after the copy behind it has run. `upload` does this; the library sends all metadata of a
+# batch in one upload. The three kinds of copy, counted:
 
 # %%
 ways = {
     "pageable, .to('cuda')": lambda: host.to("cuda"),
     "pageable, non_blocking": lambda: host.to("cuda", non_blocking=True),
     "upload, fresh pinned": lambda: upload(host, "cuda"),
-} | {f"metadata, {name} builder": build for name, build in device_builders(grids, "cuda").items()}
+}
 for way, run in ways.items():
     one = count_host_syncs(run, pretended=True)
     print(f"{way:26s} {one.total} waits, {len(one.staged)} staged, {one.bytes_to_device:5,} bytes")
 
 # %% [markdown]
-# "Staged" is the trap in between: asked not to block, the driver copies pageable memory through a buffer of its own, and may wait for the stream before. torch's debug mode does not see it.
+# ## Check equality: the same features without waits
 #
-# ## Check equality
-#
-# A wait changes no value, so taking it away must not either: the features of all three handlings, bit for bit. Where there is a GPU, torch's own debug mode counts too, and must say the same. And a test must find the wait that comes
-# back next month: `error=True` raises at the first. The control is a look for infinities, planted in the twelfth block.
+# A wait changes no value. So the features of all three ways must be equal, bit for bit.
 
 # %%
-want = counted["host"].value.cpu()
-assert relative_error(want, tower(pixels, grid_hws)) < 1e-6
-print("bit-equal to host:", {name: torch.equal(one.value.cpu(), want) for name, one in counted.items()})
-for pretended in {True, not torch.cuda.is_available()}:
-    there, hws = on_device((tower, grid_hws), pretended=pretended)
-    for name, encode in METADATA_VARIANTS.items():
-        again = count_host_syncs(encode, there, pixels, grid_hws if name == "host" else hws, pretended=pretended)
-        assert again.total == counted[name].total and relative_error(again.value.cpu(), want) < 1e-4
+want = forwards["host"].value.cpu()
+equal = {name: torch.equal(one.value.cpu(), want) for name, one in forwards.items()}
+print("bit-equal to host:", equal)
+
+# %% [markdown]
+# A test must also find the wait that comes back next month. With `error=True` the first wait
+# raises an error that names its line. The control plants a check for infinities in the twelfth
+# block.
 
 # %%
-blocks = away.encoder.blocks
-hook = blocks[11].register_forward_hook(lambda block, x, y: y if y.isfinite().all() else None)
+hook = away.encoder.blocks[11].register_forward_hook(
+    lambda block, x, y: y if y.isfinite().all() else None
+)
 try:
     count_host_syncs(away, pixels, grid_hws, error=True, pretended=True)
 except HostSyncError as error:
-    found = linecache.getline(error.event.file, error.event.line).strip()
-    print(f"found: {error.event.kind} in `{found}`")
+    print(f"{error.event.kind}: {linecache.getline(error.event.file, error.event.line).strip()}")
 hook.remove()
-count_host_syncs(away, pixels, grid_hws, error=True, pretended=True)
-assert found.startswith("hook =")
+clean = count_host_syncs(away, pixels, grid_hws, error=True, pretended=True)
+print(f"without the hook: {clean.total} waits")
 
 # %% [markdown]
-# ## Measure
+# ## Measure: counts, published savings, and your machine
 #
 # ### Counts do not depend on the batch
-#
-# Towers of 2, 9, 18 and 27 layers, batches of one picture, four, and twelve.
 
 # %%
-depths, images = (2, 9, 18, 27), (1, 4, 12)
-every = {(layers, n): pretended_counts(layers, n) for layers in depths for n in images}
-words = {
-    "per_layer": "grids read back,\nlongest in every layer: N + 3",
-    "per_forward": "longest once a forward: 4",
-    "host": "host integers: 0",
-}
-table = {words[v]: {n: [every[layers, n][v].total for layers in depths] for n in images} for v in words}
-predicted = {"per_layer": [layers + 3 for layers in depths], "per_forward": [4] * 4, "host": [0] * 4}
-for variant, waits in predicted.items():
-    by_batch = [*table[words[variant]].values()]
-    print(f"{variant:12s} predicted {waits}, counted {by_batch}")
-    assert by_batch == [waits] * 3
-fig, ax = syncs.waits_by_depth(depths, table, title="Thirty waits a forward, four, none, whatever the batch")
+depths = (2, 9, 18, 27)
+table = host_syncs.counts_by_depth(depths, images=(1, 4, 12))
+for words, by_images in table.items():
+    print(f"{words.splitlines()[-1]:36s}", by_images)
+fig, ax = syncs.waits_by_depth(depths, table, title="N + 3 waits a forward, or 4, or none")
 plt.show()
 
 # %% [markdown]
-# *How to read it:* filled marks are one picture, rings four and twelve; they coincide, for a read brings back all pictures at once; only one handling grows with the layers, and none is free but the one that never put the grids on the device.
+# *How to read it:* the size of a ring is the number of images. The rings coincide, because one
+# read brings back the grids of all images. Only the old way grows with the blocks.
 #
-# ### On one clock
+# ### Three orders on one clock
 #
-# The counted orders through the model. The times are assumed, those of the first picture but for shorter kernels: what counts is where the waits stand.
+# The counted orders run through the model. The times are assumed: launch 8 µs, kernel 12 µs, way
+# back 25 µs.
 
 # %% tags=["headline"]
-assumed, orders, panels = {"launch": 8, "kernel": 12, "latency": 25}, {}, {}
+assumed, panels = {"launch": 8, "kernel": 12, "back": 25}, {}
 for name, encode in METADATA_VARIANTS.items():
-    with PretendDevice(order := Order()):
+    with PretendDevice(order := host_syncs.WaitOrder()):
         encode(away, pixels, grid_hws if name == "host" else away_hws)
-    orders[name], forward = order, timeline(order.launches, order.waits, **assumed)
-    panels[f"{name}: {len(order.waits)} waits, {order.launches} launches"] = forward
+    label = f"{name}: {len(order.waits)} waits, {order.launches} launches"
+    panels[label] = host_syncs.simulate(order.launches, order.waits, **assumed)
 title = "The same forward, three ways: waits take the host's lead, then the device's time"
-subtitle = "27 layers, 3 pictures; launches and waits counted; times assumed: launch 8 µs, kernel 12 µs, latency 25 µs"
+subtitle = "27 blocks, 3 images; launches and waits counted; times assumed: 8, 12 and 25 µs"
 fig, axes = syncs.timelines(panels, axis="time, µs", title=title, subtitle=subtitle)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* above, one wait a layer, a gap in the device's row after each, and a host that never gets ahead. In the middle one late wait, for the merge order: the device hardly notices, the host stands still until the tower is done. Below the host is free
-# to prepare the next batch.
+# *How to read it:* above, each block has a wait and a gap on the device, and the host never gets
+# ahead. In the middle, one late wait for the order of the merge: the device loses little, but the
+# host stands still until the tower is done. Below, the host is free early and prepares the next
+# batch. The old ways also have more launches, because a read needs a few kernels too.
 #
-# What the formula says of these three orders, where a read is also kernels of its own (differences, a maximum, a copy); and then, for a tower of as many launches, of any launch rate. There $s$ is what one read alone took
-# on an idle GPU in three [published measurements](../data/published/host_syncs.csv), 10 to 45 µs.
+# ### When do waits hurt?
+#
+# How long does one read take on a real GPU? Three numbers are
+# [published](../data/published/host_syncs.csv). Two of them were **measured** with nothing else
+# on the GPU: 32 and 45 µs. The third, 10 µs, was *estimated* from training steps whose time did
+# not change, so we leave it out.
+#
+# With launches of 5 µs, one wait then costs between $32 + 5 = 37$ and $45 + 5 = 50$ µs if kernels
+# are long. Take 26 waits and a forward of 31 ms: they cost 1.0 to 1.3 ms, 3 to 4 %. With kernels
+# ten times as fast the forward takes 3 ms, and the same waits add a third.
 
 # %%
-n, (launch, kernel, s) = orders["host"].launches, assumed.values()
-for (name, order), forward in zip(orders.items(), panels.values(), strict=True):
-    between = {after for after in order.waits if 0 < after < order.launches}  # a second wait at once finds nothing to do
-    price, more = len(order.waits) * s + len(between) * min(launch, kernel), (order.launches - n) * kernel
-    added, lost = forward.end - [*panels.values()][-1].end, sum(end - start for start, end in forward.waits)
-    print(f"{name:12s} {added:5.0f} µs longer: waits {price:4.0f}, kernels of the reads {more:4.0f}; the host waits {lost:5.0f} µs")
-    assert added == price + more
-
-# %%
-with data_path("published", "host_syncs.csv").open(newline="") as file:
-    published = list(csv.DictReader(file))
-alone = sorted(float(row["before"]) for row in published if row["metric"] == "one read alone")
-k, s = np.geomspace(1, 300, 100), np.array([alone[0], alone[-1]])
-free = lambda launch: launch + k + (n - 1) * np.maximum(launch, k)
-prices = {f"{launch} µs": s.mean() + np.minimum(launch, k) for launch in (10, 5, 2)}
-slower = {f"{w} waits": [w * (one + np.minimum(5, k)) / free(5) for one in s] for w in (30, 4)}
-assert np.allclose([timeline(n, range(9, 39), 5, one, s[1]).end for one in k] / free(5), 1 + slower["30 waits"][1])
-
-# %%
-tower_alone = next(row for row in published if row["metric"] == "tower median")
-before, after = float(tower_alone["before"]), float(tower_alone["after"])
-removed = int(tower_alone["waits_before"]) - int(tower_alone["waits_after"])
-marks = {f"published: {removed} waits less, {tower_alone['gpu']}": (1e3 * after / n, before / after - 1)}
-title = "Waits hurt where kernels are short: small pictures, wide GPUs"
-subtitle = f"model of {n} launches; left latency {s.mean():.0f} µs; right launches of 5 µs, latency {s[0]:.0f} to {s[1]:.0f} µs"
-fig, axes = syncs.price_of_waits(k, prices, slower, marks=marks, title=title, subtitle=subtitle)
+curves = host_syncs.price_curves(order.launches)
+title = "Waits hurt where kernels are short: small images, fast GPUs"
+subtitle = f"model of {order.launches} launches; way back 32 to 45 µs; right: launches of 5 µs"
+fig, axes = syncs.price_of_waits(*curves, title=title, subtitle=subtitle)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* left, a wait costs its latency and the shorter of launch and kernel; right, thirty waits add up to two thirds to a forward of short kernels, and next to nothing to one of long kernels, so a faster GPU makes the
-# same waits hurt more. The circle lies in the upper band: 26 of 27 waits removed from a tower of the same layers, at the time that its kernels took on average.
+# *How to read it:* left, the price of one wait, for the middle of 32 and 45 µs. Right, what waits
+# add to the whole forward; a band goes from 32 to 45 µs for the way back. The circle is a
+# published measurement: a tower with the same number of blocks, before and after 26 waits were
+# removed. It lies in the band of 26 waits.
 #
 # ### Predicted against published
 #
-# Others removed waits and published what they saved, with the number of waits before and after: `data/published/host_syncs.csv`. The prediction is made of a count and of *one read alone*, measured by third parties on other GPUs.
+# Other projects removed waits and published what they saved, with the number of waits before and
+# after. The prediction is one multiplication: waits removed, times one read alone on another GPU.
+# For 26 waits it is $26 \cdot 0.032 = 0.84$ to $26 \cdot 0.045 = 1.18$ ms.
 
 # %%
-savings = {}
-for row in published:
-    if row["unit"] == "ms":
-        waits, saved = int(row["waits_before"]) - int(row["waits_after"]), float(row["before"]) - float(row["after"])
-        low, high = waits * s / 1e3
-        savings[f"{row['source']}, {row['metric']}, {row['gpu']}"] = (low, high, saved)
-        print(f"{row['source']:14s} {row['metric']:15s} {waits:2d} waits: predicted {low:.2f} to {high:.2f} ms, published {saved:5.2f}, ratio {saved / high:6.2f}")
-copies = next(row for row in published if row["unit"] == "count")
-assert int(copies["waits_before"]) == 4 * 3  # four forwards, three reads each: what per_forward counts without the bound
-low, high, saved = next(iter(savings.values()))
-assert low < saved < high
-title = "One number and a count predict the tower, not a server under load"
-subtitle = "published by the projects named, see data/published; waits removed: 26, 27, 27, 27, 1"
-fig, ax = syncs.published_savings(savings, title=title, subtitle=subtitle)
+found = host_syncs.savings()
+for one in found:
+    inside = one.low <= one.published <= one.high
+    numbers = f"predicted {one.low:.2f} to {one.high:.2f} ms, published {one.published:5.2f} ms"
+    print(f"{one.row['source']:14s} {one.row['metric']:15s} {numbers}, inside: {inside}")
+title = "A count and one number predict one tower of two, and no server under load"
+subtitle = "published by the projects named; the sources are in data/published/host_syncs.csv"
+rows = {one.words: (one.low, one.high, one.published) for one in found}
+fig, ax = syncs.published_savings(rows, title=title, subtitle=subtitle)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* a bar is the prediction, a dot what was published. The tower alone, on top, is predicted; in a profile with other work around it only the order of magnitude is. Under load waits can cost far more than their price, since
-# a wait is for **everything in the queue**: the read of the last row waited for the whole forward of the step before, and what it cost was, as its authors found, the length of that forward.
+# *How to read it:* a bar is the prediction, a dot is the published saving. Read the rows one by
+# one:
 #
-# A count alone can be checked to the last digit: [SGLang's pull request 31637](https://github.com/sgl-project/sglang/pull/31637) profiled 12 copies to the host in four forwards, three reads each as counted here, and none after.
-# At our price they are half a millisecond over eight requests, and indeed its throughput moved by no more than noise.
+# - The first row is a tower alone, and the dot lies in the bar.
+# - The next two are one profile of another encoder. The GPU's gaps shrank by three times the
+#   prediction. The tower's wall time shrank by less than a fifth of it; the authors say that this
+#   is within the variation between runs. So this row is a miss, or no measurement.
+# - The last two are servers under load. There a wait is for **everything in the queue**. In the
+#   last row the read waited for the whole forward of the step before.
 #
-# ### In slow motion, on your machine
+# A count can be checked exactly. [SGLang's pull request
+# 31637](https://github.com/sgl-project/sglang/pull/31637) profiled 12 copies to the host in four
+# forwards: 3 in each, the reads of the grids that we count too. After the change there were none.
+# The throughput moved by 0.8 %, which is noise: 12 waits of 45 µs are 0.5 ms over eight requests.
 #
-# A thread that takes what is submitted, in order, **is** a device with a queue. With launches of 0.4 ms and kernels of 1 ms everything can be timed from Python. Predicted by the formula, with $\ell$ and $k$ from the runs without waits
-# and $s$ from empty round trips.
+# ### On your machine, in slow motion
+#
+# A thread that takes what is submitted, in order, **is** a device with a queue. With launches of
+# 0.4 ms and kernels of 1 ms, Python itself can time each event. `slow_motion` runs 0, 2 and 5
+# waits in a random order, seven times each. $t_{launch}$ and $t_{kernel}$ come from the runs
+# without waits, $t_{back}$ from empty round trips.
 
 # %% tags=["nbval-ignore-output"]
-clock, stream, runs = time.perf_counter, ThreadPoolExecutor(max_workers=1), {0: [], 2: [], 5: []}
-trips = [-clock() + (stream.submit(time.sleep, 0).result(), clock())[1] for _ in range(50)]
-for count in [*runs] * 7:
-    zero, launched, waited, queued = clock(), [], [], []
-    for done in range(1, 13):
-        began = clock()
-        time.sleep(0.4e-3)  # the host prepares a launch
-        queued.append(stream.submit(lambda: (clock(), time.sleep(1e-3), clock())))
-        launched.append((began, clock()))
-        if done < 12 and count and done % (12 // (count + 1)) == 0:
-            queued[-1].result()
-            waited.append((launched[-1][1], clock()))
-    ran = [(start, end) for start, _, end in (one.result() for one in queued)]
-    spans = [[(1e3 * (a - zero), 1e3 * (b - zero)) for a, b in part] for part in (launched, waited, ran)]
-    runs[count].append(syncs.Timeline(*spans))
-runs = {count: sorted(group, key=lambda one: one.end) for count, group in runs.items()}
-launch, kernel = (np.median(np.diff(part)) for part in (runs[0][3].launches, runs[0][3].kernels))
-for count, group in runs.items():
-    predicted = launch + kernel + 11 * max(launch, kernel) + count * (1e3 * np.median(trips) + min(launch, kernel))
-    low, middle, high = (group[at].end for at in (1, 3, 5))
-    print(f"{count} waits: predicted {predicted:.1f} ms, measured {middle:.1f} ({low:.1f} to {high:.1f}), ratio {middle / predicted:.2f}")
-
-# %%
-slow = {f"{count} waits: the host is done at {group[3].launches[-1][1]:.1f} ms": group[3] for count, group in runs.items()}
-subtitle = plots.measured_on("cpu", "a thread is the device: launch 0.4 ms, kernel 1 ms; the median of 7 runs")
+slow = host_syncs.slow_motion()
+print(slow)
+shown = {f"{count} waits": group[3] for count, group in slow.runs.items()}
+subtitle = plots.measured_on("cpu", "a thread is the device; the median of 7 runs in random order")
 title = "Measured: the same gaps, on a queue in slow motion"
-fig, axes = syncs.timelines(slow, axis="time, ms", title=title, subtitle=subtitle)
+fig, axes = syncs.timelines(shown, axis="time, ms", title=title, subtitle=subtitle)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* as the first picture, but every span was timed; the host's lead is gone after the first wait, and each gap in the device's row is one launch and a little latency.
+# *How to read it:* as in the first picture, but each span was timed. Each gap on the device is
+# one launch and a little time for the way back.
+
+# %% [markdown]
+# ## In your server: how to see waits
 #
-# What one read costs among short kernels, on the device that is here. On a CPU nothing is queued: the number is the call of `.item()` alone. And the metadata on the host, for twenty photographs: both builders, over the time to write their 16 bytes a patch once.
+# Three tools show the waits of a real GPU. Look only at the encoder's part of the forward.
+#
+# 1. `torch.cuda.set_sync_debug_mode("warn")` prints a warning with the line for each wait that
+#    torch causes. It does not see staged copies, or waits of an extension. Set it in the worker
+#    process, around the encoder.
+# 2. `torch.profiler` counts the calls of CUDA. A `.item()` is one `cudaMemcpyAsync` to the host
+#    and one `cudaStreamSynchronize` behind it.
+# 3. `nsys profile -t cuda,nvtx -o encoder vllm serve ...` records a whole server (SGLang:
+#    `python -m sglang.launch_server ...`). `nsys stats --report cuda_api_sum encoder.nsys-rep`
+#    lists the calls. On the time line, search for `cudaStreamSynchronize` and for copies "DtoH"
+#    between the encoder's kernels. The gap in the row of kernels behind such a call is the price.
+#
+# If there is a GPU, the next cell does 1 and 2, and times one read among short kernels there.
+
 
 # %% tags=["nbval-ignore-output"]
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-spent = time_interleaved(loops(device, quick=True)["short kernel"], device=device, repeats=21)
-print(f"{device_name(device)}: one read {(spent[64].p50_ms - spent[0].p50_ms) / 64 * 1e3:.1f} µs")
-photographs = [image_geometry(*size).grid_hw for size in draw_sizes("coco_val2017", 20)]
-builders, gbps = array_builders(photographs), copy_gbps(mib=64)
-floor = floor_ms(sum(tensor.nbytes for tensor in builders["plain"]().values()), gbps)
-for name, t in time_interleaved(builders, repeats=31).items():
-    print(f"{name:6s} {t.p50_ms:6.3f} ms (p20 {t.p20_ms:.3f}, p80 {t.p80_ms:.3f}), predicted at least {floor:.3f}, ratio {t.p50_ms / floor:4.1f}")
+def show_waits(run):
+    torch.cuda.set_sync_debug_mode("warn")
+    with torch.profiler.profile() as profile:
+        run()
+    torch.cuda.set_sync_debug_mode("default")
+    for event in profile.key_averages():
+        if event.key.startswith(("cudaMemcpy", "cudaStreamSync", "cudaEventSync")):
+            print(f"{event.key:28s} {event.count} times")
+
+
+if torch.cuda.is_available():
+    real_tower, real_hws = tower.cuda(), grid_hws.cuda()
+    show_waits(lambda: METADATA_VARIANTS["per_layer"](real_tower, pixels, real_hws))
+    print(f"one read among short kernels: {host_syncs.time_one_read('cuda'):.1f} µs")
+else:
+    print("no GPU here: nothing to show")
 
 # %% [markdown]
 # ## What to remember
 #
-# - A line waits when Python must know a value that is on the device, or the size of a result. Count them on any machine; a guard with `error=True` keeps the count at zero.
-# - A wait costs its latency plus the shorter of launch and kernel on an empty stream, and all that is queued on a full one. It hurts most where kernels are short, and takes the host's lead everywhere.
-# - Grids are integers that the host had all along: kept there, $N + 3$ waits become none.
-# - An asynchronous copy reads its source later. Fresh pinned memory a call, or an event before the next write.
+# - A line waits when Python must know a value of the device, or the size of a result. The count
+#   needs no GPU, for operators that the table knows.
+# - A wait costs the way back plus the shorter of launch and kernel. Under load it costs
+#   everything that is queued.
+# - Waits weigh most where kernels are short: small images, fast GPUs.
+# - Grids are integers that the host had all along. Kept there, $N + 3$ waits become none.
+# - A copy that does not wait reads its source later. Take fresh pinned memory for each batch, or
+#   wait for an event before the next write.
 
 # %% tags=["result"]
-each = {name: f"{one.total} waits" for name, one in counted.items()}
-print(f"One forward of 27 layers, whatever its pictures: {', '.join(f'{name} {words}' for name, words in each.items())}.")
-low, high, saved = next(iter(savings.values()))
-print(f"Predicted for {removed} waits less: {low:.2f} to {high:.2f} ms; published on an {tower_alone['gpu']}: {saved:.2f} ms.")
+alone = found[0]
+each = ", ".join(f"{name} {one.total} waits" for name, one in forwards.items())
+print(f"One forward of 27 blocks, whatever its images: {each}.")
+print(f"26 waits less: predicted {alone.low:.2f} to {alone.high:.2f} ms,")
+print(f"published for a tower on an {alone.row['gpu']}: {alone.published:.2f} ms.")
+
+# %% [markdown]
+# ## On Monday
+#
+# - **Flags.** vLLM has no flag against the read in every block. As read in 0.32 its eager encoder
+#   still has it; a captured [CUDA graph](GLOSSARY.md#cuda-graph) can not
+#   (`"cudagraph_mm_encoder": true` in `--compilation-config`; the default is `false`). For SGLang
+#   take a release that contains 30869 and 30878, and leave
+#   `SGLANG_VIT_ENABLE_VECTORIZED_POS_EMBED` at its default `1`: it avoids one wait for each
+#   image.
+# - **Decide** by a profile. Count the waits of one encoder forward, multiply them by 50 µs, and
+#   compare with your [TTFT](GLOSSARY.md#ttft). Below one percent, do no more than the next
+#   regular update.
+# - **Check on your server:** record one request with `nsys` as above and count the
+#   `cudaStreamSynchronize` between the first and the last kernel of the encoder. Some 30 mean the
+#   old way, 3 or 4 the grids alone. Repeat the count after every upgrade.
+# - In your own code: run the forward in a test under `count_host_syncs(..., error=True)`.
 
 # %% [markdown]
 # ## Exercises
 #
-# Solved in [solutions/60_gpu_syncs__SOLUTION.ipynb](solutions/60_gpu_syncs__SOLUTION.ipynb).
+# Solutions, with the steps:
+# [solutions/60_gpu_syncs__SOLUTION.ipynb](solutions/60_gpu_syncs__SOLUTION.ipynb).
 #
-# **1.** Take the nine waits out, one line after the other, with the same values. What the host knows anyway, the grids, now comes as host integers too.
+# ### 1. Nine waits, one after the other
+#
+# Take the nine waits out of `mean_features`, with the same values. The grids now come as a list
+# of integers too. The check prints how many waits are left, and refuses staged copies and unknown
+# operators.
 
 
 # %%
 def mine(patches, weight, grid_hws, grids):
-    """(L, 588), (588, D), (n, 2) on the device, the same grids as a list on the host -> (n, D)."""
-    x = patches @ weight  # (L, D)
-    if x.abs().max() > 50:
-        x = x.clamp(-50, 50)
-    x = x - torch.tensor([0.5], device=x.device)
-    pictures = torch.arange(len(grid_hws), device=x.device)
-    owner = pictures.repeat_interleave(grid_hws.prod(1))  # (L,)
-    kept = patches.abs().amax(1) > 0
-    x, owner = x[kept], owner[kept]
-    lengths = owner.bincount().tolist()
-    return torch.stack([part.mean(0) for part in x.split(lengths)])
+    """(L, 588), (588, D), (m, 2) on the device, the same grids on the host -> (m, D)."""
+    return mean_features(patches, weight, grid_hws)  # copy its lines to here, then change them
 
 
-left = count_host_syncs(mine, *inputs, grids, pretended=True)
-assert relative_error(left.value.cpu(), counter.value.cpu()) < 1e-6, "the values have changed"
-print(f"{left.total} waits left: {left.by_kind}")
-if left.total == 0:
-    assert not left.staged, "a copy from pageable memory may wait although it was asked not to"
+left = host_syncs.waits_left(mine, *inputs, grids, right=counter.value.cpu(), start=9)
+check("waits left", left, 0, hint="the host knows the grids; blank patches can stay with weight 0")
 
 # %% [markdown]
-# **2.** Launches of 5 µs, kernels of 3 µs, a latency of 20 µs. A tower of 27 layers reads its longest picture in every layer, and from tomorrow on once. How many µs are saved, of the waits alone?
+# ### 2. What an upgrade saves
+#
+# Launches of 5 µs, kernels of 3 µs, a way back of 20 µs. A tower of 27 blocks reads its longest
+# image in every block. After the upgrade it reads it once in a forward. How many µs do the waits
+# save?
 
 # %%
 answer_2 = None  # µs
 
-if answer_2 is None:
-    print("not answered yet")
-else:
-    every, once = (timeline(400, [14 * layer for layer in range(1, w + 1)], 5, 3, 20).end for w in (27, 1))
-    assert answer_2 == every - once
+times = {"launch": 5, "kernel": 3, "back": 20}
+in_every, once = ([14 * block for block in range(1, w + 1)] for w in (27, 1))
+ends = [host_syncs.simulate(400, waits, **times).end for waits in (in_every, once)]
+near = {27 * 23: "one wait is left", 26 * 25: "the shorter of launch and kernel counts"}
+hint = "how many waits less, times the price of one"
+check("µs saved", answer_2, ends[0] - ends[1], hint=hint, near=near)
+
+# %% [markdown]
+# ### 3. A profile of your server (operator)
+#
+# `nsys` shows this for one forward of the encoder. (The numbers are made up.)
+#
+# - `cudaLaunchKernel`: 410 times, 5 µs each on the host; a kernel takes 90 µs on average
+# - `cudaMemcpyAsync` DtoH, pageable: 31 times
+# - `cudaMemcpyAsync` HtoD, pageable: 4 times
+# - `cudaStreamSynchronize`: 35 times; one read alone takes 40 µs on this GPU
+#
+# The TTFT is 180 ms. How many waits does the forward have, and how many **ms** can their removal
+# save at most while the GPU does nothing else? Is it worth a change of the engine today?
+
+# %%
+answer_3 = None  # (waits, ms)
+
+waits, price = 35, host_syncs.simulated_price(5, 90, 40)
+check(
+    "(waits, ms)",
+    answer_3,
+    (waits, waits * price / 1e3),
+    rtol=0.01,
+    hint="each blocking copy ends in one cudaStreamSynchronize, in both directions",
+    near={
+        (31, 31 * price / 1e3): "the four copies to the device wait too",
+        (70, 70 * price / 1e3): "a copy and the synchronize behind it are one wait",
+        (35, 35 * 40 / 1e3): "after a wait the device also idles for the next launch",
+    },
+)
+
+# %% [markdown]
+# ### 4. Six more lines
+#
+# `x`, `counts`, `owner` and `mask` lie on the device. How often does each line wait? Answer with
+# six numbers.
+
+# %%
+owner = on_device(torch.tensor([0, 0, 1]), pretended=True)
+six_lines = {
+    "F.one_hot(owner, num_classes=2)": lambda: F.one_hot(owner, num_classes=2),
+    "F.one_hot(owner)": lambda: F.one_hot(owner),
+    "torch.where(mask, x, 0)": lambda: torch.where(mask, x, 0),
+    "torch.where(mask)": lambda: torch.where(mask),
+    "x.sum().sqrt()": lambda: x.sum().sqrt(),
+    "x[x.argmax()]": lambda: x[x.argmax()],
+}
+answer_4 = None  # six numbers
+
+waits = [count_host_syncs(run, pretended=True).total for run in six_lines.values()]
+hint = "is the size of the result known from shapes and Python numbers alone?"
+check("waits of six lines", answer_4, waits, hint=hint)
+
+# %% [markdown]
+# ### 5. ★ How many buffers are enough?
+#
+# A program keeps a ring of pinned buffers and writes batch after batch into the next one, without
+# events. `events` is the order of what happened: `w` is a write of the host, `c` is a copy of the
+# device, each of the oldest batch that is not copied yet. Write the smallest number of buffers
+# for which no batch is overwritten before its copy. For `"wwcwcc"` it is 2.
+
+
+# %%
+def buffers_needed(events):
+    return ...
+
+
+orders_of_events = ["wcwcwc", "wwcwcc", "wwwccc", "wcwwcwwccc", "w"]
+check_function(
+    "buffers",
+    buffers_needed,
+    {(events,): host_syncs.buffers_needed(events) for events in orders_of_events},
+    hint="how many batches are written and not copied yet, at each moment?",
+)
 
 # %% [markdown]
 # ## References
 #
-# - [torch.cuda.set_sync_debug_mode](https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html): what counts on a real GPU, and what it does not cover.
-# - [CUDA semantics, asynchronous execution and pinned memory](https://docs.pytorch.org/docs/stable/notes/cuda.html), in torch's documentation; [API synchronization behaviour](https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html) in CUDA's.
-# - [Overhead and latency in Nsight Systems](https://developer.nvidia.com/blog/understanding-the-visualization-of-overhead-and-latency-in-nsight-systems/): launches and their latency on a real timeline.
-# - The longest picture read in every layer and no more: [SGLang 30878](https://github.com/sgl-project/sglang/pull/30878), [24013](https://github.com/sgl-project/sglang/pull/24013), [vLLM 37139](https://github.com/vllm-project/vllm/pull/37139);
-#   grids read back: [transformers 47703](https://github.com/huggingface/transformers/pull/47703), [SGLang 31637](https://github.com/sgl-project/sglang/pull/31637).
-# - A pinned buffer written again too early: [TensorRT-LLM 15546](https://github.com/NVIDIA/TensorRT-LLM/pull/15546), [vLLM 32799](https://github.com/vllm-project/vllm/pull/32799).
+# - [torch.cuda.set_sync_debug_mode](https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html),
+#   [pinned memory in torch](https://docs.pytorch.org/docs/stable/notes/cuda.html), [what waits in
+#   CUDA](https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html), [launches in
+#   Nsight
+#   Systems](https://developer.nvidia.com/blog/understanding-the-visualization-of-overhead-and-latency-in-nsight-systems/).
+# - Reads of the longest image or of the grids: [SGLang
+#   30878](https://github.com/sgl-project/sglang/pull/30878),
+#   [24013](https://github.com/sgl-project/sglang/pull/24013), [vLLM
+#   37139](https://github.com/vllm-project/vllm/pull/37139), [transformers
+#   47703](https://github.com/huggingface/transformers/pull/47703).
+# - A pinned buffer written again too early: [TensorRT-LLM
+#   15546](https://github.com/NVIDIA/TensorRT-LLM/pull/15546), [vLLM
+#   32799](https://github.com/vllm-project/vllm/pull/32799).
+#
+# Previous: [50 tensor against data parallel](50_tp_versus_dp.ipynb) · next: [70 CUDA
+# graphs](70_cuda_graphs.ipynb)
