@@ -126,10 +126,9 @@ def recorded_wins(
     towers = {name: label for name, label in towers.items() if name in recorded}
     cases, marks = by_case(encoder, towers), []
     for (name, label), style in zip(towers.items(), _MARKS[-len(towers) :], strict=True):
-        share = np.array([case[name]["peak_share"] for case in cases.values()])
-        p20, p50, p80 = (np.array([case[name][f"latency_ms_{p}"] for case in cases.values()])
-                         for p in ("p20", "p50", "p80"))  # fmt: skip
-        marks.append(Marks(label, share, style, low=share * p50 / p80, high=share * p50 / p20))
+        time, share = recorded_times(cases, name, label, style), [case[name]["peak_share"] for case in cases.values()]
+        work = np.array(share) * time.middle
+        marks.append(Marks(label, share, style, low=work / time.high, high=work / time.low))
     seconds = [" / ".join(f"{case[name]['latency_ms_p50'] / 1e3:.2f}" for name in towers) for case in cases.values()]
     draw_lines(right, _case_labels(cases), marks, notes=[f"{words} s" for words in seconds])
     right.set(xlim=(0, 1.06), xlabel="whole encoder: share of a square product's rate")

@@ -16,6 +16,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 from numpy.typing import ArrayLike
 
 from ..measure.timing import Timing
+from .lines import Marks, draw_lines, log_axis, mark
 from .patches import Picture
 from .style import COLORS, COUNTED, GREY, INK, LIGHT, new_figure, set_titles
 
@@ -356,24 +357,11 @@ def _label_points(ax: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, 
 
 def _draw_times(ax: Axes, operators: Mapping[str, Operator], roof: np.ndarray) -> None:
     """Predicted (hollow) and measured (filled) milliseconds, one line for each operator, the ratio at its end."""
-    y = np.arange(len(operators))[::-1]
-    times = [one.time for one in operators.values()]
-    measured = np.array([time.p50_ms for time in times])
-    predicted = np.array([one.flops for one in operators.values()]) / roof / 1e6
-    ax.hlines(y, predicted, measured, color=COLORS["sky"], lw=3)
-    ax.plot(predicted, y, "o", mfc="white", mec=COLORS["navy"], mew=1.8, ms=7, label="roofline")
-    spread = np.array([[time.p50_ms - time.p20_ms, time.p80_ms - time.p50_ms] for time in times]).T
-    ax.errorbar(measured, y, xerr=spread, fmt="o", color=COLORS["navy"], ms=7, ecolor=INK, elinewidth=1.2, capsize=2.5,
-                label="measured, p20 to p80")  # fmt: skip
-    furthest = np.maximum(predicted, measured + spread[1])
-    for at, end, ratio in zip(y, furthest, measured / predicted, strict=True):
-        ax.annotate(f"{ratio:.1f}x", (end, at), (8, 0), textcoords="offset points", va="center", fontsize=10)
-    ax.set_xscale("log")
-    ax.set(yticks=y, yticklabels=list(operators), xlabel="ms", ylim=(-0.6, len(y) + 0.9))
-    ax.set_xlim(min(predicted.min(), measured.min()) / 1.5, furthest.max() * 2.2)
-    ax.xaxis.set_major_locator(FixedLocator([0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000]))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    ax.grid(axis="y", visible=False)
-    ax.tick_params(axis="y", length=0)
-    ax.legend(loc="upper left", ncols=2, columnspacing=1.0, handletextpad=0.3, borderpad=0)
+    p20, p50, p80 = np.array([(one.time.p20_ms, one.time.p50_ms, one.time.p80_ms) for one in operators.values()]).T
+    predicted, style = np.array([one.flops for one in operators.values()]) / roof / 1e6, mark("navy", "o", 7)
+    marks = [
+        Marks("roofline", predicted, style | {"mfc": "white"}),
+        Marks("measured, p20 to p80", p50, style, p20, p80),
+    ]
+    draw_lines(ax, list(operators), marks, notes=[f"{ratio:.1f}x" for ratio in p50 / predicted])
+    log_axis(ax, "ms")

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
+from .style import COLORS, COUNTED, GREY, INK, name_lines, new_figure, set_titles
 
 if TYPE_CHECKING:
     from ..graphs.packing import Replay
@@ -56,8 +56,7 @@ def packed_replays(
         ylim=(y - 0.7 - 0.4, -0.6), xlim=(0, 1.08 * longest), xlabel="merged tokens; at the end of a line its budget"
     )
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    ax.tick_params(axis="y", length=0)
-    ax.grid(axis="y", visible=False)
+    name_lines(ax)
     set_titles(fig, title, subtitle)
     return fig, ax
 
@@ -134,6 +133,5 @@ def _draw_waste(ax: Axes, waste: Mapping[str, Mapping[int, float]]) -> None:
     ax.set(ylim=(len(calls) - 0.5, -0.5), xlabel="rows for nothing / real rows", title="waste by images a call")
     ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.xaxis.set_major_formatter(PercentFormatter(1))
-    ax.tick_params(axis="y", length=0)
-    ax.grid(axis="y", visible=False)
+    name_lines(ax)
     ax.spines["left"].set_color(GREY)

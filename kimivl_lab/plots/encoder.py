@@ -15,7 +15,7 @@ from ..config import KimiVLConfig
 from ..measure.timing import Timing
 from .lines import Marks, draw_lines, log_axis, mark
 from .patches import Picture, draw_patches
-from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
+from .style import COLORS, COUNTED, GREY, INK, name_lines, new_figure, set_titles
 
 _BANDS = (COLORS["navy"], COLORS["orange"], COLORS["sky"], COLORS["blue"])
 
@@ -141,8 +141,7 @@ def stage_profile(
     left.set(yticks=y, yticklabels=names, xlabel="share of the whole", xlim=(0, None))
     left.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     left.set_ylim(-0.6, len(names) - 0.4)
-    left.grid(axis="y", visible=False)
-    left.tick_params(axis="y", length=0)
+    name_lines(left)
     left.legend(loc="lower right")
 
     slower = np.array([time_ms[name].p50_ms / bound_ms[name] for name in names])

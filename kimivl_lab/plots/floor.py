@@ -1,6 +1,6 @@
-"""Recorded times beside their byte floor: how far each implementation is from only moving what it must.
+"""Recorded times: beside their byte floor, which is only moving what must be moved, and rung by rung of the ladder.
 
-Test: tests/test_plots.py.
+Test: tests/test_plots.py, tests/test_report.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .lines import Marks, Row, by_case, case_words, draw_lines, log_axis, mark, recorded_times
-from .style import INK, new_figure, set_titles
+from .style import COLORS, GREY, INK, name_lines, new_figure, set_titles
 
 _REFERENCE, _BEST = mark("orange", "s", 8), mark("navy", "o", 8)
 _OTHERS = (mark("sky", "^", 8.5), mark("sand", "v", 8.5), mark("blue", "D", 7))
@@ -61,4 +61,34 @@ def times_over_floor(
     )
     log_axis(ax, "time, ms")
     set_titles(fig, title, subtitle)
+    return fig, ax
+
+
+def ladder_waterfall(rows: Sequence[Row], subtitle: str) -> tuple[Figure, Axes]:
+    """One bar for each rung, the first on top; hatched is what it saves on the rung above, orange what it adds.
+
+    Args:
+        rows: of a record of the benchmark "ladder", in the order of the rungs: `variant`, `latency_ms_p20`, `p50`,
+            `p80` and `relative_error`. Of several cases the first is drawn.
+    """
+    rungs = [row for row in rows if row["case"] == rows[0]["case"]]
+    times = [row["latency_ms_p50"] for row in rungs]
+    fig, ax = new_figure(9.5, 0.55 * len(rungs) + 1.75)
+    above = times[0]
+    for level, (row, time) in enumerate(zip(rungs, times, strict=True)):
+        ax.barh(level, min(time, above), color=COLORS["blue"], height=0.62)
+        kind = {"color": COLORS["sky"], "hatch": "///"} if time <= above else {"color": COLORS["orange"]}
+        ax.barh(level, abs(above - time), left=min(time, above), height=0.62, edgecolor="white", **kind)
+        spread = [[time - row["latency_ms_p20"]], [row["latency_ms_p80"] - time]]
+        ax.errorbar(time, level, xerr=spread, color=COLORS["navy"], capsize=4, lw=1.6)
+        words = f"{times[0] / time:.2f}x, error {row['relative_error']:.0e}"
+        ax.annotate(
+            words, (max(time, above, row["latency_ms_p80"]), level), (8, 0), textcoords="offset points", va="center"
+        )
+        above = time
+    ax.set(yticks=range(len(rungs)), yticklabels=[row["variant"] for row in rungs], xlim=(0, 1.42 * max(times)))
+    ax.set(xlabel="latency, ms: median, and p20 to p80 as a line", ylim=(len(rungs) - 0.4, -0.6))
+    name_lines(ax)
+    ax.spines["left"].set_color(GREY)
+    set_titles(fig, f"{rungs[0]['case']}: {times[0] / times[-1]:.1f} times as fast, rung by rung", subtitle)
     return fig, ax

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
 from ..datasets import WORKLOADS
-from .style import COLORS, GREY, INK, LIGHT
+from .style import COLORS, GREY, INK, LIGHT, name_lines
 
 Row: TypeAlias = Mapping[str, Any]
 Cases: TypeAlias = Mapping[str, Mapping[str, Row]]  # case -> variant -> row
@@ -111,8 +111,7 @@ def draw_lines(
         ax.annotate(note, (1, at), (8, 0), ("axes fraction", "data"), "offset points", va="center")
     ax.annotate(heading, (1, 0), (8, -4), "axes fraction", "offset points", fontsize=9.5, va="top")
     ax.set(yticks=y, yticklabels=labels, ylim=(-0.6, len(y) - 0.4))
-    ax.grid(axis="y", visible=False)
-    ax.tick_params(axis="y", length=0)
+    name_lines(ax)
     if any(one.label for one in marks):
         ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=6, columnspacing=1.3, handletextpad=0.3)
 

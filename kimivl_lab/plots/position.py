@@ -36,18 +36,12 @@ def similarity_maps(rows: Mapping[str, Sequence[tuple[Cell, np.ndarray]]], title
     shapes = [maps[0][1].shape for maps in rows.values()]
     heights = [8.1 / count * h / w for h, w in shapes]
     fig, axes = new_figure(
-        10,
-        sum(heights) + 0.32 * len(rows) + 1.25,
-        nrows=len(rows),
-        ncols=count,
-        height_ratios=heights,
-        squeeze=False,
+        10, sum(heights) + 0.32 * len(rows) + 1.25, nrows=len(rows), ncols=count, height_ratios=heights, squeeze=False
     )
     lowest = min(float(values.min()) for maps in rows.values() for _, values in maps)
-    mesh = None
     for line, (words, maps) in zip(axes, rows.items(), strict=True):
         for ax, ((row, column), values) in zip(line, maps, strict=True):
-            mesh = ax.imshow(values, cmap=DARK_TO_LIGHT, vmin=lowest, vmax=1)
+            ax.imshow(values, cmap=DARK_TO_LIGHT, vmin=lowest, vmax=1)
             ax.plot(column, row, "o", ms=11, mfc="none", mec="white", mew=4)
             ax.plot(column, row, "o", ms=11, mfc="none", mec=COLORS["orange"], mew=2.2)
             ax.set(xticks=_ends(values.shape[1]), yticks=_ends(values.shape[0]))
@@ -55,8 +49,7 @@ def similarity_maps(rows: Mapping[str, Sequence[tuple[Cell, np.ndarray]]], title
         line[0].set(ylabel=f"{words}\nrow")
     for ax in axes[-1]:
         ax.set_xlabel("column")
-    assert mesh is not None
-    fig.colorbar(mesh, ax=axes, label="cosine similarity to the ringed position", pad=0.015, aspect=36)
+    fig.colorbar(axes[0, 0].images[0], ax=axes, label="cosine similarity to the ringed position", pad=0.015, aspect=36)
     set_titles(fig, title, COMPUTED)
     return fig, axes
 
@@ -162,16 +155,14 @@ def fault_maps(errors: Mapping[str, np.ndarray], title: str, *, floor: float = 1
     """
     fig, axes = new_figure(10, 3.35, ncols=len(errors), sharey=True)
     ceiling = max(float(values.max()) for values in errors.values())
-    mesh = None
     for ax, (words, values) in zip(axes, errors.items(), strict=True):
-        mesh = ax.imshow(np.maximum(values, floor), cmap=_LIGHT_TO_DARK, norm=LogNorm(floor, ceiling))
+        ax.imshow(np.maximum(values, floor), cmap=_LIGHT_TO_DARK, norm=LogNorm(floor, ceiling))
         ax.set(title=words, xlabel="column", xticks=_ends(values.shape[1]), yticks=_ends(values.shape[0]))
         ax.grid(False)
         for spine in ax.spines.values():
             spine.set(visible=True, color=LIGHT)
     axes[0].set_ylabel("row")
-    assert mesh is not None
-    bar = fig.colorbar(mesh, ax=axes, label="relative error of a patch", pad=0.015, aspect=22)
+    bar = fig.colorbar(axes[0].images[0], ax=axes, label="relative error of a patch", pad=0.015, aspect=22)
     bar.ax.yaxis.set_major_formatter(LogFormatterSciNotation())
     bar.ax.minorticks_off()
     set_titles(fig, title, COMPUTED)

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from cycler import cycler
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -75,6 +76,12 @@ def set_titles(fig: Figure, title: str, subtitle: str) -> None:
     height = fig.get_figheight()
     fig.text(0.008, 1 - 0.04 / height, title, ha="left", va="top", fontsize=14, fontweight="bold")
     fig.text(0.008, 1 - 0.36 / height, subtitle, ha="left", va="top", fontsize=10.5, color=GREY)
+
+
+def name_lines(ax: Axes) -> None:
+    """Leaves only the names of a chart's lines on its y axis: no ticks, no grid."""
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="y", visible=False)
 
 
 def measured_on(device: str = "cpu", note: str = "") -> str:

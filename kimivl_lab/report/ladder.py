@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 
 from ..datasets import repository_root
 from ..measure.records import DEFAULT_DIRECTORY, FILE_NAME, find_record, read_record
-from ..plots.ladder import ladder_waterfall
+from ..plots.floor import ladder_waterfall
 from ..plots.style import use_style
 from .page import Picture
 
