@@ -107,9 +107,8 @@ class MoonViTConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """ValueError for sizes or keys that the tower cannot compute. The tower calls it again when it is made."""
-        for name in ("patch_size", "intermediate_size", "hidden_size", "num_attention_heads"):
-            as_positive(name, getattr(self, name), most=_LARGEST_SIZE)
-        for name in ("init_pos_emb_height", "init_pos_emb_width"):
+        sizes = ("patch_size", "intermediate_size", "hidden_size", "num_attention_heads")
+        for name in (*sizes, "init_pos_emb_height", "init_pos_emb_width"):
             as_positive(name, getattr(self, name), most=_LARGEST_SIZE)
         as_positive("num_hidden_layers", self.num_hidden_layers, most=_MOST_LAYERS)
         self.merge_kernel_size = as_positive_pair("merge_kernel_size", self.merge_kernel_size)

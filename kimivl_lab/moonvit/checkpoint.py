@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -101,9 +101,7 @@ class StrictPreTrainedModel(PreTrainedModel):
                 f"{name} {tuple(got)}, not {tuple(want)}" for name, got, want in info["mismatched_keys"]
             ],
         }
-        problems = [_listing(kind, names) for kind, names in faults.items() if names]
-        if problems:
-            raise ValueError(f"{where}: {'; '.join(problems)}")
+        _refuse(where, faults)
         return (model, info) if output_loading_info else model
 
     @classmethod
@@ -144,9 +142,7 @@ class StrictPreTrainedModel(PreTrainedModel):
             "outside the file that the index names": elsewhere,
             "not in the file that the index names": [name for name in absent if not ignored.match(name)],
         }
-        problems = [_listing(kind, names) for kind, names in faults.items() if names]
-        if problems:
-            raise ValueError(f"{where}: {'; '.join(problems)}")
+        _refuse(where, faults)
 
     @classmethod
     def _renamed(cls, name: str) -> str:
@@ -177,15 +173,12 @@ def checkpoint_files(where: str, **hub: Any) -> dict[Path, list[str] | None]:
     index = cached_file(where, INDEX, **optional)
     if index is None:
         raise ValueError(f"{where}: no {SINGLE_FILE} and no {INDEX}")
-    files: dict[str, list[str]] = {}
-    for name, file in _weight_map(Path(index)).items():
-        files.setdefault(file, []).append(name)
-    found: dict[Path, list[str] | None] = {}
-    for file, names in sorted(files.items()):
+    file_of, found = _weight_map(Path(index)), {}
+    for file in sorted(set(file_of.values())):
         path = cached_file(where, file, **optional)
         if path is None:
             raise ValueError(f"{where}: {INDEX} names {file}, which is not there")
-        found[Path(path)] = names
+        found[Path(path)] = [name for name, owner in file_of.items() if owner == file]
     return found
 
 
@@ -233,7 +226,12 @@ def _no_load_report() -> Generator[None]:
         log.removeFilter(is_no_report)
 
 
-def _listing(kind: str, names: Any) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{len(names)} tensors {kind}: {', '.join(names[:_LISTED])}{more}"
+def _refuse(where: str, faults: Mapping[str, Collection[str]]) -> None:
+    """ValueError that lists the tensors of each kind of fault; nothing where there are none."""
+    problems = []
+    for kind, names in faults.items():
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        if names:
+            problems.append(f"{len(names)} tensors {kind}: {', '.join(sorted(names)[:_LISTED])}{more}")
+    if problems:
+        raise ValueError(f"{where}: {'; '.join(problems)}")

@@ -81,7 +81,9 @@ class Learnable2DInterpPosEmb(nn.Module):
             return self._get_cached(weight, grid_hws, dtype, taps)
         operator = POSITION_OPERATORS.get(implementation, resample_adaptive)
         table = weight.to(compute_dtype(weight.dtype))
-        return _pack((block for grid in grid_hws for block in operator(table, grid, taps)), grid_hws, dtype, weight)
+        return _pack(
+            (block for grid in grid_hws for block in _resample(operator, table, grid, taps)), grid_hws, dtype, weight
+        )
 
     def _get_cached(self, weight: Tensor, grid_hws: Sequence[GridLike], dtype: torch.dtype, taps: AxisTapsOf) -> Tensor:
         self.cache.watch(weight)
@@ -89,7 +91,7 @@ class Learnable2DInterpPosEmb(nn.Module):
         device = str(weight.device)
 
         def make(grid: GridLike) -> Tensor:
-            return _pack(resample_adaptive(table(), grid, taps), [grid], dtype, weight)
+            return _pack(_resample(resample_adaptive, table(), grid, taps), [grid], dtype, weight)
 
         entries = (self.cache.get((*grid, dtype, device), partial(make, grid)) for grid in grid_hws)
         return _pack(entries, grid_hws, dtype, weight)
@@ -108,6 +110,11 @@ class Learnable2DInterpPosEmb(nn.Module):
         key = (out_size, in_size, dtype, str(device))
         taps: AxisTaps = self.axes.get(key, lambda: axis_taps(out_size, in_size, dtype, device))
         return taps
+
+
+def _resample(operator: PositionOperator, table: Tensor, grid: GridLike, taps: AxisTapsOf) -> Iterable[Tensor]:
+    """Blocks of the embedding of `grid`; a grid of the table's own size takes the table unchanged."""
+    return (table.flatten(0, 1),) if table.shape[:2] == grid else operator(table, grid, taps)
 
 
 def _pack(blocks: Iterable[Tensor], grid_hws: Sequence[GridLike], dtype: torch.dtype, weight: Tensor) -> Tensor:
@@ -144,9 +151,6 @@ def axis_taps(out_size: int, in_size: int, dtype: torch.dtype, device: torch.dev
 
 def resample_interpolate(table: Tensor, grid: GridLike, taps: AxisTapsOf) -> Iterator[Tensor]:
     """(H, W, D) table -> the (h*w, D) embedding: torch's bicubic."""
-    if table.shape[:2] == grid:
-        yield table.flatten(0, 1)
-        return
     channels_first = table.permute(2, 0, 1).unsqueeze(0)  # (1, D, H, W)
     resampled = F.interpolate(channels_first, size=grid, mode="bicubic", align_corners=False)  # (1, D, h, w)
     yield resampled.squeeze(0).permute(1, 2, 0).flatten(0, 1)
@@ -155,9 +159,6 @@ def resample_interpolate(table: Tensor, grid: GridLike, taps: AxisTapsOf) -> Ite
 def resample_gather(table: Tensor, grid: GridLike, taps: AxisTapsOf) -> Iterator[Tensor]:
     """(H, W, D) table -> the (h*w, D) embedding in blocks: each patch a weighted sum of 16 rows."""
     (height, width), (h, w) = table.shape[:2], grid
-    if (height, width) == grid:
-        yield table.flatten(0, 1)
-        return
     x_index, x_weight = taps(w, width)
     for y_index, y_weight in _blocks(taps(h, height), w * table.shape[-1] * table.element_size()):
         index = y_index.view(-1, 1, 4, 1) * width + x_index.view(1, -1, 1, 4)  # (block, w, 4, 4)
@@ -168,9 +169,6 @@ def resample_gather(table: Tensor, grid: GridLike, taps: AxisTapsOf) -> Iterator
 def resample_separable(table: Tensor, grid: GridLike, taps: AxisTapsOf) -> Iterator[Tensor]:
     """(H, W, D) table -> the (h*w, D) embedding in blocks: one axis with 4 taps, then the other with 4."""
     (height, width), (h, w) = table.shape[:2], grid
-    if (height, width) == grid:
-        yield table.flatten(0, 1)
-        return
     flat = table.flatten(0, 1)
     row_bytes = table.shape[-1] * table.element_size()
     x_index, x_weight = taps(w, width)
