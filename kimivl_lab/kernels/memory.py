@@ -95,11 +95,6 @@ class PackedArrays:
             name: np.ndarray(shape, dtype, self._buffer, self._starts[name]) for name, (shape, dtype) in layout.items()
         }
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer, gaps included."""
-        return self._buffer.nbytes
-
     def to(self, device: torch.device | str) -> dict[str, Tensor]:
         """Returns the arrays as tensors on `device`, all of them views of one buffer (on the CPU: of this buffer)."""
         buffer = upload(torch.from_numpy(self._buffer), device)

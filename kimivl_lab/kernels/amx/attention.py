@@ -39,21 +39,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int)
     out = empty_rows(rows, heads * d, q.dtype).view(q.shape)
     out[offsets[-1] :].zero_()
     threads, each = torch.get_num_threads(), kernels.attention_scratch(longest, d)
-    failed = kernels.attention(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        _Strides(*(x.stride(axis) for x in (q, k, v) for axis in (0, 1))),
-        out.data_ptr(),
-        cu_seqlens.data_ptr(),
-        len(offsets) - 1,
-        heads,
-        d,
-        d**-0.5,
-        threads,
-        scratch(threads * each).data_ptr(),
-        each,
-    )
-    if failed:
+    inputs = (*(x.data_ptr() for x in (q, k, v)), _Strides(*(x.stride(axis) for x in (q, k, v) for axis in (0, 1))))
+    sizes = (len(offsets) - 1, heads, d, d**-0.5)
+    memory = (threads, scratch(threads * each).data_ptr(), each)
+    if kernels.attention(*inputs, out.data_ptr(), cu_seqlens.data_ptr(), *sizes, *memory):
         raise MemoryError("packed attention: no memory for its list of tasks")
     return out

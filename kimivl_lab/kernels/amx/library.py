@@ -36,21 +36,16 @@ _FLAGS = (
 )
 _TIMEOUT_S = 120
 
-_POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_POINTER, _INT, _LONG, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
 _SIGNATURES = {
     "attention_scratch": (_SIZE, (_INT, _INT)),
-    "attention": (
-        _INT,
-        (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, ctypes.c_float, _INT, _POINTER)
-        + (_SIZE,),
-    ),
-    "rotate": (None, (_POINTER, ctypes.c_int64, _POINTER, _INT, _INT, _INT, _INT)),
+    "attention": (_INT, (*6 * (_POINTER,), *3 * (_INT,), ctypes.c_float, _INT, _POINTER, _SIZE)),
+    "rotate": (None, (_POINTER, _LONG, _POINTER, _INT, _INT, _INT, _INT)),
     "linear_scratch": (_SIZE, (_INT, _INT)),
     "pack_weight": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "linear": (
         None,
-        (_POINTER, ctypes.c_int64, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)
-        + (_SIZE,),
+        (_POINTER, _LONG, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _SIZE),
     ),
 }
 

@@ -61,21 +61,10 @@ def multiply(
         return y
     threads = torch.get_num_threads()
     each = kernels.linear_scratch(rows, inputs)
-    kernels.linear(
-        x.data_ptr(),
-        x.stride(0),
-        rows,
-        inputs,
-        packed.data_ptr(),
-        out_features,
-        None if bias is None else bias.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        gelu_tanh,
-        y.data_ptr(),
-        threads,
-        scratch(threads * each).data_ptr(),
-        each,
-    )
+    added = (None if one is None else one.data_ptr() for one in (bias, residual))
+    memory = (threads, scratch(threads * each).data_ptr(), each)
+    operands = (x.data_ptr(), x.stride(0), rows, inputs, packed.data_ptr(), out_features)
+    kernels.linear(*operands, *added, gelu_tanh, y.data_ptr(), *memory)
     return y
 
 
