@@ -76,10 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     if found.left_out:
         tell("note", f"left out: {found}")
+    not_strict = CommandError(f"{arguments.out} is not written: --strict, and not every image could be read")
     if arguments.strict and found.unread:
-        for line in found.unread:
-            tell("error", line)
-        raise CommandError(f"{arguments.out} is not written: --strict, and not every image could be read")
+        tell("error", *found.unread)
+        raise not_strict
     named = unique_names(found.files)
     with FeatureFile(arguments.out, _metadata(arguments), arguments.max_shard_mib * 2**20) as file:
         processor, model = _load(arguments)
@@ -89,12 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
             outcome = encode_files(
                 named, processor, model, file, strict=arguments.strict, on_image=lambda: progress.advance(task)
             )
-        for line in outcome.warnings:
-            tell("warning", line)
-        for line in outcome.faults:
-            tell("error", line)
+        tell("warning", *outcome.warnings)
+        tell("error", *outcome.faults)
         if outcome.faults and arguments.strict:
-            raise CommandError(f"{arguments.out} is not written: --strict, and not every image could be read")
+            raise not_strict
     if not outcome.encoded:
         raise CommandError(f"{arguments.out} is not written: no image could be read")
     _show(arguments, outcome.encoded)

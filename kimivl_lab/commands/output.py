@@ -43,10 +43,11 @@ def show(*blocks: "RenderableType", plain: bool = False) -> None:
         raise CommandError(f"cannot write to stdout: {error.strerror or error}") from error
 
 
-def tell(kind: str, message: str) -> None:
-    """Prints one short line to stderr, `kimivl-lab: KIND: message`, where stderr can be written."""
+def tell(kind: str, *messages: str) -> None:
+    """Prints a short line to stderr for each message, `kimivl-lab: KIND: message`, where stderr can be written."""
     try:
-        _write(sys.stderr, f"kimivl-lab: {kind}: {shortened(on_one_line(message))}\n")
+        for message in messages:
+            _write(sys.stderr, f"kimivl-lab: {kind}: {shortened(on_one_line(message))}\n")
     except OSError:
         _silence(sys.stderr)
 

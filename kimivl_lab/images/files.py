@@ -107,8 +107,6 @@ def image_sizes(
 ) -> tuple[list[tuple[int, int]], list[str], list[str]]:
     """(width, height) of every image that the processor accepts, by its header alone.
 
-    An EXIF orientation is not applied: it changes no count, because an image has as many tokens lying as standing.
-
     Returns:
         The sizes; for each image that is not accepted one line, its path and the reason; the warnings about images.
     """

@@ -34,7 +34,6 @@ Alpha: TypeAlias = Literal["drop"] | tuple[int, int, int]
 
 MAX_IMAGE_PIXELS = 2**30 // 4 // 3  # 89 million: where Pillow begins to warn of a decompression bomb
 CHANNEL_LAYOUTS = ("channels_last", "channels_first")
-_MODE_OF_CHANNELS = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _SHOWN_CHARACTERS = 200  # of a name or reason in a message
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -198,7 +197,7 @@ def _height_width_channels(shape: tuple[int, ...], input_data_format: str | None
             f"pass input_data_format={' or '.join(map(repr, CHANNEL_LAYOUTS))}"
         )
     channels, height, width = shape if input_data_format == "channels_first" else (shape[2], shape[0], shape[1])
-    if channels not in _MODE_OF_CHANNELS:
+    if not 1 <= channels <= 4:
         raise ValueError(f"shape {shape} read as {input_data_format} has {channels} channels, expected 1 to 4")
     return height, width, channels
 
@@ -213,9 +212,7 @@ def _array_image(source: np.ndarray | torch.Tensor, input_data_format: str | Non
         levels = levels.transpose(1, 2, 0)  # (H, W, C)
     if channels == 1:
         levels = levels.reshape(levels.shape[:2])
-    image = Image.fromarray(np.ascontiguousarray(levels))
-    assert image.mode == _MODE_OF_CHANNELS[channels]
-    return image
+    return Image.fromarray(np.ascontiguousarray(levels))  # mode L, LA, RGB or RGBA
 
 
 def _orientation(image: Image.Image) -> int:
