@@ -186,7 +186,7 @@ FIGURES = {
                                                                {"half": np.array([0.5])}, 4, "t"), ["one", "half"]),
     "matrix_line": (lambda: position.matrix_line(np.array([[-0.007, 0.089, 0.979, -0.061, 0.0]]), 0, 1.9,
                                                  (np.linspace(-2, 2, 5), np.array([0.0, 0, 1, 0, 0])), "t"),
-                    ["position 0 lies at 1.9", "at distance 0.1", "0.979", "output position (line of A)"]),
+                    ["position 0 lies at 1.9", "distance 0.1", "0.979", "output position (line of A)"]),
     "fault_maps": (lambda: position.fault_maps({"a": SQUARE, "b": SQUARE / 9}, "t"), ["a", "b", "relative error"]),
     "error_by_side": (lambda: position.error_by_side([2, 4, 64], {"a": [1e-6, 2e-6, 0.0]}, "t", "a note"),
                       ["a", "a note"]),

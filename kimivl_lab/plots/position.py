@@ -121,13 +121,13 @@ def matrix_line(
         weight = float(np.interp(distance, *curve))
         left.plot([cell, cell], [0, weight], color=COLORS["navy"], lw=2.4)
         left.plot(cell, weight, "o", color=COLORS["navy"], ms=8)
-        height = 0.97 if weight > 0.5 else 0.7 - 0.27 * abs(distance)  # beside the curve, one above the other
-        side, shift = ("right", -0.1) if distance < 0 else ("left", 0.17)
+        side, shift = ("right", -0.12) if distance < 0 else ("left", 0.17)
+        height = 0.97 if weight > 0.5 else 0.2 + 0.26 * (2 - abs(distance))  # beside the curve, one above the other
         left.plot([cell, cell + shift], [weight, height], color=GREY, lw=0.8)
-        words = f"{weight:+.3f} at distance {abs(distance):.1f}"
+        words = f"{weight:+.3f}\ndistance {abs(distance):.1f}"
         left.text(cell + shift, height, words, fontsize=10, ha=side, va="bottom")
     left.annotate(f"position {line} lies at {centre:g}", (centre, 1.3), (-6, 0), textcoords="offset points", ha="right")
-    left.set(xlim=(before - 3.4, before + 3.9), ylim=(-0.2, 1.42), xticks=list(taps), ylabel="weight")
+    left.set(xlim=(before - 2.8, before + 3.6), ylim=(-0.2, 1.42), xticks=list(taps), ylabel="weight")
     left.set_xlabel("cell of the table")
     left.grid(False)
 

@@ -30,7 +30,7 @@ def token_distribution(tokens: Mapping[str, Sequence[int]], limit: int, title: s
     """
     order = sorted(tokens, key=lambda name: np.median(tokens[name]))
     fig, ax = new_figure(9.5, 0.62 * len(order) + 1.75)
-    edges = np.geomspace(0.9, 2048, 96)
+    edges = limit * 2.0 ** (np.arange(-82, 9) / 8)  # eight bins for each doubling; the limit is an edge
     for row, name in enumerate(order):
         values = np.asarray(tokens[name])
         counts, _ = np.histogram(values, edges)
@@ -86,6 +86,7 @@ def limit_map(
     area.grid(False)
     edge = np.asarray(sides)
     area.plot(edge, limit * PATCH_SIZE**2 / edge, color=INK, ls=(0, (4, 3)), lw=1.4)
+    area.text(20, 20, f"dashed: as many pixels\nas {limit:,} patches have", fontsize=10, va="bottom")
     area.set(xlim=(sides[0], sides[-1]), ylim=(sides[0], sides[-1]))
 
     heights, widths = np.nonzero(patches > limit)
