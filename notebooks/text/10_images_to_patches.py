@@ -33,7 +33,7 @@
 #
 # ## Needs
 #
-# Notebook [00](00_start_here.ipynb). Reading and solving takes about 90 minutes. The notebook
+# Notebook [00](00_start_here.ipynb). Reading and solving takes about 80 minutes. The notebook
 # runs in about a minute on a CPU; nothing here is faster on a GPU.
 #
 # ## Versions and machine

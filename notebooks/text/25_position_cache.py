@@ -36,7 +36,7 @@
 # ## Needs
 #
 # Notebook [20](20_position_embedding.ipynb), for what is cached. Reading and solving takes about
-# 90 minutes. The notebook runs in about a minute on a CPU. A GPU is used by one cell, the live
+# 85 minutes. The notebook runs in about a minute on a CPU. A GPU is used by one cell, the live
 # measurement.
 #
 # ## Versions and machine
