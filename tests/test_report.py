@@ -16,7 +16,7 @@ from kimivl_lab.measure.records import Recorder
 from kimivl_lab.report import __main__ as report
 from kimivl_lab.report import execution, ladder
 from kimivl_lab.report.contents import contents
-from kimivl_lab.report.formulas import with_mathml
+from kimivl_lab.report.page import with_mathml
 
 PLOT = 'from IPython.display import Image, display\ndisplay(Image(data={png!r}, format="png"))'
 RED, BLUE = (b"\x89PNG\r\n\x1a\n" + word for word in (b"red", b"blue"))  # the headline cell shows both, blue last

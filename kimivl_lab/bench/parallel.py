@@ -230,34 +230,24 @@ def measure(options: argparse.Namespace, checked: list[Row]) -> Row:
 
 def summary(rows: list[Row]) -> Row:
     """The record in a few numbers."""
-    swept = [row for row in rows if row["phase"] == "sweep"]
-    milliseconds: dict[str, dict[str, float]] = {}
-    for row in swept:
-        milliseconds.setdefault(row["case"], {})[row["variant"]] = row["latency_ms_p50"]
-    over_best = {
-        case: round(modes["auto"] / min(modes["data"], modes.get("tensor", modes["data"])), 3)
-        for case, modes in milliseconds.items()
-    }
 
-    def milliseconds_of(phase: str, variant: str) -> dict[str, float]:
-        return {r["case"]: r["latency_ms_p50"] for r in rows if (r["phase"], r["variant"]) == (phase, variant)}
-
-    data, gather = milliseconds_of("calibration", "data"), milliseconds_of("same_call", "all_gather")
-    compared = {
-        case: round((both - gather[case]) / data[case], 4)
-        for case, both in milliseconds_of("same_call", "same_call").items()
-    }
+    def of(phase: str, variant: str, column: str = "latency_ms_p50") -> dict[str, float]:
+        return {row["case"]: row[column] for row in rows if (row["phase"], row["variant"]) == (phase, variant)}
 
     def median_error(phase: str) -> float:
         predicted = [row for row in rows if row["phase"] == phase and row.get("predicted_ms") is not None]
         return round(median(abs(row["predicted_ms"] / row["latency_ms_p50"] - 1) for row in predicted), 3)
 
+    auto, data, tensor = (of("sweep", mode) for mode in ("auto", "data", "tensor"))
+    best = {case: min(ms, tensor.get(case, ms)) for case, ms in data.items()}
+    compared, gather = of("same_call", "same_call"), of("same_call", "all_gather")
+    calls = of("calibration", "data")
     return {
         "benchmark": "parallel",
         "ranks": rows[-1]["ranks_count"],
-        "speedup_of_data": {row["case"]: row["speedup_ratio"] for row in swept if row["variant"] == "data"},
-        "auto_over_best": over_best,
-        "same_call_over_data": compared,
+        "speedup_of_data": of("sweep", "data", "speedup_ratio"),
+        "auto_over_best": {case: round(ms / best[case], 3) for case, ms in auto.items()},
+        "same_call_over_data": {case: round((ms - gather[case]) / calls[case], 4) for case, ms in compared.items()},
         "median_prediction_error": {phase: median_error(phase) for phase in ("collective", "sweep")},
     }
 

@@ -8,7 +8,7 @@ Test: tests/test_balance.py. Record: parallel__*.csv.
 """
 
 from bisect import bisect, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import fsum, inf
@@ -70,8 +70,7 @@ def get_dp_encoder_lb_assignment(sizes: Sequence[int], num_ranks: int) -> Assign
     [1000, 350].
     """
     _check(sizes, num_ranks)
-    ranks = _largest_first(sizes, num_ranks)
-    return _assignment(ranks, [sum(sizes[image] for image in rank) for rank in ranks])
+    return _assignment(_largest_first(sizes, num_ranks), sizes)
 
 
 def round_robin_assignment(sizes: Sequence[int], num_ranks: int) -> Assignment:
@@ -84,8 +83,7 @@ def round_robin_assignment(sizes: Sequence[int], num_ranks: int) -> Assignment:
         ValueError: fewer than one rank, or a size that is not positive.
     """
     _check(sizes, num_ranks)
-    ranks = [list(range(rank, len(sizes), num_ranks)) for rank in range(num_ranks)]
-    return _assignment(ranks, [sum(sizes[image] for image in rank) for rank in ranks])
+    return _assignment([list(range(rank, len(sizes), num_ranks)) for rank in range(num_ranks)], sizes)
 
 
 def balance_by_cost(sizes: Sequence[int], num_ranks: int, cost: Callable[[int], float]) -> Assignment:
@@ -108,9 +106,8 @@ def balance_by_cost(sizes: Sequence[int], num_ranks: int, cost: Callable[[int], 
     costs = _costs(sizes, cost)
     ranks = _largest_first(costs, num_ranks)
     _relieve_slowest(ranks, costs, lower_bound(costs, num_ranks))
-    ours = _assignment(ranks, _loads(ranks, costs))
-    engines = _largest_first(sizes, num_ranks)
-    theirs = _assignment(engines, _loads(engines, costs))
+    ours = _assignment(ranks, costs, fsum)
+    theirs = _assignment(_largest_first(sizes, num_ranks), costs, fsum)
     return ours if max(ours.loads) <= max(theirs.loads) else theirs
 
 
@@ -141,12 +138,12 @@ def _costs(sizes: Sequence[int], cost: Callable[[int], float]) -> list[float]:
     return [by_size[size] for size in sizes]
 
 
-def _assignment(ranks: list[list[int]], loads: list[float]) -> Assignment:
+def _assignment(
+    ranks: list[list[int]], weights: Sequence[float], add: Callable[[Iterable[float]], float] = sum
+) -> Assignment:
+    """`add`: `fsum`, which does not depend on the order, of costs; `sum` of patches, which stay whole numbers."""
+    loads = [add(weights[image] for image in rank) for rank in ranks]
     return Assignment([image for rank in ranks for image in rank], [len(rank) for rank in ranks], loads)
-
-
-def _loads(ranks: list[list[int]], costs: Sequence[float]) -> list[float]:
-    return [fsum(costs[image] for image in rank) for rank in ranks]
 
 
 def _largest_first(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
@@ -168,7 +165,7 @@ def _relieve_slowest(ranks: list[list[int]], costs: Sequence[float], bound: floa
 
     for rank in ranks:
         rank.sort(key=weight_then_last)
-    loads = _loads(ranks, costs)
+    loads = [fsum(costs[image] for image in rank) for rank in ranks]
     while (slowest := max(loads)) > bound * (1 + _CLOSE_ENOUGH):
         straggler = loads.index(slowest)
         best, step = slowest * 1e-9, None

@@ -119,12 +119,11 @@ class CostModel:
 
         Above 1 data parallel is faster, below 1 tensor parallel.
         """
-        ratios = np.empty((len(counts), len(sizes)))
-        for row, count in enumerate(counts):
-            for column, size in enumerate(sizes):
-                tensor, data = (self.predict(mode, [size] * count, ranks) for mode in ("tensor", "data"))
-                ratios[row, column] = tensor.seconds / data.seconds
-        return ratios
+
+        def seconds(mode: str) -> np.ndarray:
+            return np.array([[self.predict(mode, [size] * count, ranks).seconds for size in sizes] for count in counts])
+
+        return seconds("tensor") / seconds("data")
 
     def terms(
         self, mode: str, sizes: Sequence[int], ranks: int, by_rank: Sequence[Sequence[int]] | None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from latex2mathml.converter import convert
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from pygments.formatters.html import HtmlFormatter
@@ -20,7 +21,6 @@ from pygments.formatters.html import HtmlFormatter
 from ..measure.provenance import provenance
 from .contents import Contents, contents, pictures
 from .execution import Execution
-from .formulas import show_formulas
 
 _FOLDER = Path(__file__).parent
 _TEMPLATES = jinja2.Environment(
@@ -31,6 +31,10 @@ _PICTURE_WITH_WORDS = """{%- extends 'basic/index.html.j2' -%}
 {% block data_png -%}
 <img src="data:image/png;base64,{{ output.data['image/png'] }}" alt="{{ output.metadata['alt'] | escape_html }}">
 {%- endblock data_png %}"""
+
+_CODE_OR_FORMULA = re.compile(
+    r"(?P<code>```.*?```|`[^`\n]*`)|\$\$(?P<block>.+?)\$\$|(?<!\\)\$(?P<inline>[^$\n]+?)\$", re.S
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,9 @@ def write_notebook_page(
     for _, output, words in pictures(notebook):
         output.metadata["alt"] = words
     shown = copy.deepcopy(notebook)
-    show_formulas(shown)
+    for cell in shown.cells:
+        if cell.cell_type == "markdown":
+            cell.source = with_mathml(cell.source)
     body, _ = _exporter().from_notebook_node(shown)
 
     def link(match: re.Match[str]) -> str:
@@ -86,6 +92,19 @@ def write_index(cards: list[Card], front: Picture | None, folder: Path) -> Path:
         front: None leaves its place to the first notebook's headline picture.
     """
     return _write(folder / "index.html", "index.html.j2", cards=cards, front=front, origin=provenance())
+
+
+def with_mathml(markdown: str) -> str:
+    """The same markdown, each `$...$` and `$$...$$` outside code as a `<math>` element, which needs no connection."""
+    return _CODE_OR_FORMULA.sub(_element, markdown)
+
+
+def _element(match: re.Match[str]) -> str:
+    if match["code"] is not None:
+        return match["code"]
+    if match["block"] is not None:
+        return convert(" ".join(match["block"].split()), display="block")
+    return convert(match["inline"])
 
 
 @cache
