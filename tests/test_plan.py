@@ -1,5 +1,6 @@
 """`kimivl-lab plan`: the sizes it reads, what it prints, and what it refuses."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -10,7 +11,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from kimivl_lab.commands import main as cli
-from kimivl_lab.commands.plan import SHOWN_FAULTS
+from kimivl_lab.commands.sources import SHOWN_FAULTS
 from kimivl_lab.datasets import load_sizes
 from kimivl_lab.geometry import image_geometry
 from kimivl_lab.images.files import image_sizes
@@ -201,9 +202,14 @@ def test_tables_and_what_to_paste(capsys, monkeypatch):
     assert plan["vllm"].powers_of_two is not None and f"{plan['vllm'].powers_of_two.waste[1]:.3f}" in output.out
     for one in plan.values():
         assert f"{one.waste[1]:.3f}" in output.out and f"{one.budgets[-1]:,}" in output.out
-    assert "eager" in output.out and f"{plan['vllm'].eager[1]:.1%}" in output.out
+    assert "without a graph" in output.out and f"{plan['vllm'].eager[1]:.1%}" in output.out
     lines = output.out.splitlines()
-    assert json.loads(shlex.split(lines[lines.index("for vllm serve:") + 1])[1])["cudagraph_mm_encoder"] is True
+    assert (
+        json.loads(
+            shlex.split(lines[next(at for at, line in enumerate(lines) if line.startswith("for vllm serve")) + 1])[1]
+        )["cudagraph_mm_encoder"]
+        is True
+    )
     assert f"budgets={list(plan['lab'].budgets)}, max_images=1" in lines[lines.index("for this library:") + 1]
 
 
@@ -213,6 +219,48 @@ def test_the_options_reach_the_plan(capsys):
     lab = json.loads(capsys.readouterr().out)["plans"]["lab"]
     want = plan_budgets(load_sizes("device_screens"), (2,), max_images=1, in_token_limit=1024)
     assert (lab["budgets"], lab["max_images"]) == (list(want.budgets), 1)
+
+
+def test_the_server_reaches_the_plan(capsys):
+    options = ("--images-per-call", "4,8", "--ranks", "4", "--gpu", "RTX 4090", "--json")
+    assert run("--workload", "clipart", *options) == 0
+    document = json.loads(capsys.readouterr().out)
+    plan = plan_budgets(load_sizes("clipart"), (1, 2), engine="vllm", replay_cost=31, max_batched_tokens=2048)
+    assert document["plans"]["vllm"] == json.loads(json.dumps(dataclasses.asdict(plan)))
+    assert document["server"]["gpu"] == "RTX 4090" and document["server"]["batched_tokens"] == 2048
+    assert run("--workload", "clipart", *options[:-1], "--max-num-batched-tokens", "4096") == 0
+    output = capsys.readouterr().out
+    assert "--max-num-batched-tokens 4096 (given)" in output and "--mm-encoder-tp-mode data" in output
+
+
+def test_a_plan_that_takes_more_time_than_vllms_own_gives_no_flag(capsys):
+    assert run("--workload", "clipart", "--max-graphs", 1) == 0
+    assert "keep vLLM's own budgets" in capsys.readouterr().out
+    assert run("--workload", "clipart") == 0
+    assert "keep vLLM's own budgets" not in capsys.readouterr().out
+
+
+def test_a_log_is_planned_for_and_says_how_many_images_come_together(tmp_path, capsys):
+    lines = [
+        '{"width": 640, "height": 480}',
+        '{"images": [{"width": 28, "height": 28}, {"width": 28, "height": 28}]}',
+        "{}",
+    ]
+    path = written(tmp_path / "log.jsonl", "\n".join(lines))
+    assert run("--log", path, "--json") == 0
+    output = capsys.readouterr()
+    document = json.loads(output.out)
+    assert document["images"] == 3 and document["images_in_a_line"] == {"1": 1, "2": 1}
+    assert document["plans"]["lab"]["budgets"] == [1, 414]
+    assert "1 of 3 lines" in output.err
+
+
+def test_rounded_sizes_are_shown(capsys):
+    assert run("--workload", "cameras", "--round-to", 224, "--json") == 0
+    rounding = json.loads(capsys.readouterr().out)["rounding"]
+    assert rounding["lengths"][1] < rounding["lengths"][0] and 0 < rounding["pixels_lost"] < 1
+    assert run("--workload", "cameras", "--round-to", 100) == 2
+    assert "multiple of 28" in capsys.readouterr().err
 
 
 def test_a_plot_is_written(tmp_path, capsys):

@@ -7,6 +7,7 @@ import socket
 import statistics
 from pathlib import Path
 
+import PIL.Image
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,9 +15,10 @@ from PIL import Image
 
 from kimivl_lab import KimiVLConfig, KimiVLEncoder, KimiVLImageProcessor, image_geometry
 from kimivl_lab.commands import main as cli
-from kimivl_lab.datasets import load_sizes
+from kimivl_lab.datasets import load_sizes, sample_images
 from kimivl_lab.lessons.minutes import table_rows
 from kimivl_lab.measure.records import find_record
+from kimivl_lab.planner.workload import read_sizes
 from kimivl_lab.report.ladder import kept_records, source_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,9 +97,17 @@ def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys, rank_of_one):
     assert torch.equal(names["metadata"].merge_gather_idx, names["index"])
 
 
+def test_the_recipe_writes_sizes_that_plan_reads(tmp_path, monkeypatch):
+    (recipe,) = blocks("py")
+    monkeypatch.chdir(tmp_path)
+    for name in ("coffee", "china"):
+        exec(compile(recipe, "README.md", "exec"), {"PIL": PIL, "file": sample_images()[name]})
+    assert read_sizes(tmp_path / "my_sizes.csv") == ([(600, 400, 1), (640, 427, 1)], [])
+
+
 def test_the_command_lines_are_understood():
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("kimivl-lab")]
-    assert len(lines) == 5
+    assert len(lines) == 7
     for line in lines:
         arguments = cli._parser().parse_args(shlex.split(line, comments=True)[1:])
         paths = getattr(arguments, "images", None) or []

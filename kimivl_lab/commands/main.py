@@ -1,5 +1,5 @@
 """The command line, `kimivl-lab`: `encode` makes features from image files, `plan` makes graph budgets from image
-sizes, `info` says what this machine offers.
+sizes, `advise` makes a page of decisions for a server, `info` says what this machine offers.
 
 Each command is a module of this package with a function `run(arguments)`, which returns the exit status: 0, or 2 after
 anything that the user can mend. The module is imported when its command runs, so that `--help` answers at once.
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _add_encode(commands)
     _add_plan(commands)
+    _add_advise(commands)
     commands.add_parser("info", help="this machine, the versions, and the kernels that run here")
     return parser
 
@@ -78,22 +79,57 @@ def _add_encode(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    command = commands.add_parser("plan", help="image sizes -> the CUDA graph budgets that waste the least")
+    command = commands.add_parser("plan", help="image sizes -> the CUDA graph budgets with the least predicted time")
+    _add_sizes(command)
+    _add_server(command)
     add = command.add_argument
     count = partial(add, type=_positive, metavar="N")
-    source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--sizes", type=Path, metavar="CSV", help="lines of width,height[,count] in pixels")
-    source.add_argument("--images", type=Path, metavar="DIR", help="a folder of images, of which the headers are read")
-    source.add_argument("--workload", metavar="NAME", help="sizes that come with this repository, in data/workloads")
-    add("--recursive", action="store_true", help="with --images: also the images in sub-folders")
-    together = "how many images arrive together (default: 1)"
-    add("--images-per-call", type=_positives, default=(1,), metavar="N[,N...]", help=together)
     count("--max-graphs", default=8, help="most budgets (default: 8)")
-    count("--in-token-limit", default=4096, help="most patches of an image before padding (default: 4096)")
     count("--memory-limit-mib", help="most MiB of static buffers")
-    count("--max-images", help="most images in one replay (default: the largest of --images-per-call)")
+    count(
+        "--max-images", help="most images in one replay (default: those of a call; for vLLM also what its layout needs)"
+    )
+    count("--round-to", help="also show sizes with sides rounded down to multiples of N pixels, for SGLang")
     add("--plot", type=Path, metavar="FILE", help="also draw the budgets and their waste: .png, .svg or .pdf")
     add("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _add_advise(commands: Any) -> None:
+    command = commands.add_parser("advise", help="image sizes and a server -> a page of decisions with their flags")
+    _add_sizes(command)
+    _add_server(command)
+    command.add_argument("--markdown", action="store_true", help="print Markdown instead of a table")
+
+
+def _add_sizes(command: Any) -> None:
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--sizes", type=Path, metavar="CSV", help="lines of width,height[,count] in pixels")
+    source.add_argument("--log", type=Path, metavar="FILE", help="JSON lines of a server or proxy that hold images")
+    source.add_argument("--images", type=Path, metavar="DIR", help="a folder of images, of which the headers are read")
+    source.add_argument("--workload", metavar="NAME", help="sizes that come with this repository, in data/workloads")
+    add = command.add_argument
+    count = partial(add, type=_positive, metavar="N")
+    add("--recursive", action="store_true", help="with --images: also the images in sub-folders")
+    together = "how many images the encoder gets together: those of one step, of several requests (default: 1)"
+    add("--images-per-call", type=_positives, default=(1,), metavar="N[,N...]", help=together)
+    count("--in-token-limit", default=4096, help="most patches of an image before padding (default: 4096)")
+
+
+def _add_server(command: Any) -> None:
+    add = command.add_argument
+    count = partial(add, type=_positive, metavar="N")
+    add("--gpu", metavar="NAME", help='such as "RTX 4090", H100 or B200 (default: H100)')
+    count("--ranks", default=1, help="GPUs that share the encoder's work (default: 1)")
+    count("--max-num-batched-tokens", help="of vllm serve (default: vLLM's for this GPU)")
+    count("--max-model-len", default=131072, help="of vllm serve (default: 131072)")
+    price = command.add_mutually_exclusive_group()
+    rows = "merged tokens that the GPU computes in the fixed time of one replay (default: predicted for this GPU)"
+    price.add_argument("--replay-cost-rows", type=_not_negative, metavar="N", help=rows)
+    price.add_argument("--costs", type=Path, metavar="CSV", help="a record of kimivl_lab.bench.graphs, for that price")
+
+
+def _not_negative(text: str) -> int:
+    return 0 if text.strip() == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -63,10 +63,12 @@ def measured_replay_cost(rows: Iterable[Mapping[str, Any]]) -> int:
     Raises:
         ValueError: fewer than two full budgets, a time that is not positive, or times that do not grow with the budget.
     """
-    times: dict[float, float] = {}
+    times: dict[Any, Any] = {}
     for row in rows:
-        if (row.get("phase"), row.get("variant")) == ("budget", "replay") and row["tokens"] == row["budget_tokens"]:
-            times[row["budget_tokens"]] = row["latency_ms_p50"]
+        if (row.get("phase"), row.get("variant")) == ("budget", "replay") and row.get("tokens") == row.get(
+            "budget_tokens"
+        ):
+            times[row.get("budget_tokens")] = row.get("latency_ms_p50")
     if len(times) < 2:
         raise ValueError(
             f"the record holds {len(times)} replays of full budgets, at least 2 are needed: run bench.graphs"

@@ -10,9 +10,23 @@ Test: tests/test_budgets.py.
 import json
 from collections.abc import Sequence
 
+from ..gpus import Gpu
+
 LEAST_BUDGET = 64  # merged tokens of an image of 224 x 224
-MAX_BATCHED_TOKENS = 8192  # the scheduler's default, which is also the largest default budget
+MAX_BATCHED_TOKENS = 8192  # the scheduler's default on an H100, which is also the largest default budget
+READ_IN = "vLLM 0.32"
 WIDEST_ROW = 256  # merged tokens: half of the 512 patches that the rotary table is wide
+
+
+def default_batched_tokens(gpu: Gpu) -> int:
+    """`--max-num-batched-tokens` of `vllm serve` on this GPU where it is not given.
+
+    16,384 from 160 GiB on (B200), 8,192 from 70 GiB on except on an A100 (H100, H200), else 2,048 (A100, L40S).
+    """
+    gib = gpu.memory_bytes / 2**30
+    if gib >= 160:
+        return 16384
+    return 8192 if gib >= 70 and "A100" not in gpu.name else 2048
 
 
 def vllm_rows(budget: int, max_images: int) -> int:
