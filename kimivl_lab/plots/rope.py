@@ -63,6 +63,9 @@ def wavelengths(lengths: Sequence[float], sides: Mapping[str, int], half_turn: i
         index[slow], values[slow], "o", color=COLORS["navy"], mfc="white", mew=2, ms=7.5,
         label=f"less than half a turn on {half_turn} patches",
     )  # fmt: skip
+    ax.axhline(2 * half_turn, color=INK, ls=(0, (1, 1.5)), lw=1.8, zorder=1)
+    words = f"{2 * half_turn}: half a turn on {half_turn} patches"
+    ax.annotate(words, (len(values) - 0.5, 2 * half_turn), (0, 4), textcoords="offset points", ha="right", fontsize=10)
     for words, side in sides.items():
         ax.axhline(side, color=COLORS["orange"], ls=(0, (5, 2)), lw=1.6, zorder=1)
         ax.annotate(words, (len(values) - 0.5, side), (0, 4), textcoords="offset points", ha="right", fontsize=10)
