@@ -18,7 +18,7 @@ from ..moonvit.model import MoonVitPretrainedModel
 _LAYER_NAMES = {"norm0": "norm1", "norm1": "norm2", "wo": "attn.proj", "mlp.fc0": "mlp.fc1", "mlp.fc1": "mlp.fc2"}
 
 
-def kimi_k25_tower(tower: MoonVitPretrainedModel, attention: str = "sdpa") -> Kimi_K25VisionModel:
+def kimi_k25_tower(tower: MoonVitPretrainedModel) -> Kimi_K25VisionModel:
     """transformers' Kimi-K2.5 vision tower holding `tower`'s weights; at one frame (t = 1) it is Kimi-VL's.
 
     It keeps q, k and v apart and turns contiguous halves, so q and k rows of each head are re-ordered from neighbour
@@ -35,7 +35,7 @@ def kimi_k25_tower(tower: MoonVitPretrainedModel, attention: str = "sdpa") -> Ki
         intermediate_size=ours.intermediate_size,
         merge_kernel_size=ours.merge_kernel_size,
     )
-    config._attn_implementation = attention
+    config._attn_implementation = "sdpa"
     peer = Kimi_K25VisionModel(config).to(dtype=tower.dtype, device=tower.device).eval()
     mapped = {
         "patch_embed.pos_emb.position_embeddings": tower.patch_embed.pos_emb.weight,

@@ -39,8 +39,8 @@ _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # the launcher takes them
 _SPLIT_ROUNDS = 2  # counting collectives waits for each, so these rounds are not among the timed ones
 
 
-def run_ranks(worker: Callable[..., Result], ranks: int, *args: object, threads: int = 1) -> list[Result]:
-    """Calls `worker(*args)` in `ranks` processes, each of `threads` threads; their results, by rank.
+def run_ranks(worker: Callable[..., Result], ranks: int, *args: object) -> list[Result]:
+    """Calls `worker(*args)` in `ranks` processes of one thread each; their results, by rank.
 
     The processes fork from a server that has imported torch and this package, so that they start in no time.
 
@@ -71,12 +71,12 @@ def run_ranks(worker: Callable[..., Result], ranks: int, *args: object, threads:
             start_method=start_method,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
-        results = elastic_launch(config, _begin)(threads, worker, *args)
+        results = elastic_launch(config, _begin)(worker, *args)
     return [results[rank] for rank in range(ranks)]
 
 
-def _begin(threads: int, worker: Callable[..., Result], *args: object) -> Result:
-    torch.set_num_threads(threads)
+def _begin(worker: Callable[..., Result], *args: object) -> Result:
+    torch.set_num_threads(1)
     result = worker(*args)
     if dist.is_initialized():
         dist.destroy_process_group()

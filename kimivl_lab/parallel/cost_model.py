@@ -240,17 +240,15 @@ class ScalingPoint:
     simulated: bool
 
 
-def simulate_scaling(
-    model: CostModel, sizes: Sequence[int], world_sizes: Sequence[int] = WORLD_SIZES
-) -> list[ScalingPoint]:
+def simulate_scaling(model: CostModel, sizes: Sequence[int]) -> list[ScalingPoint]:
     """A batch on more ranks than there are: data parallel, then tensor parallel where it can run.
 
     Args:
         sizes: patches of each image.
     """
     alone = model.predict("single", sizes, 1).seconds
-    runs = [("data", ranks) for ranks in world_sizes]
-    runs += [("tensor", ranks) for ranks in world_sizes if ranks in model.work.tensor_parallel_sizes]
+    runs = [("data", ranks) for ranks in WORLD_SIZES]
+    runs += [("tensor", ranks) for ranks in WORLD_SIZES if ranks in model.work.tensor_parallel_sizes]
     points = []
     for mode, ranks in runs:
         seconds = model.predict(mode, sizes, ranks).seconds

@@ -20,32 +20,32 @@ from .style import COLORS, COUNTED, GREY, LIGHT, leave_header, set_titles
 Picture = tuple[Image.Image, ImageGeometry]
 
 _WIDTH = 10.0
+_ZOOMED = 3  # merge windows along each side of the enlarged corner, fewer where the image has fewer
 _LEAST_ASPECT = 0.72  # room for the words over a narrow image
 
 
-def patch_grid(picture: Picture, *, zoom_windows: int = 3, subtitle: str = COUNTED) -> tuple[Figure, list[Axes]]:
+def patch_grid(picture: Picture) -> tuple[Figure, list[Axes]]:
     """The whole image with its grid, and its bottom right corner enlarged, patches numbered.
 
     Args:
         picture: the image as opened, and its geometry.
-        zoom_windows: merge windows along each side of the enlarged corner, fewer where the image has fewer.
     """
     geometry = picture[1]
     fig, (whole, corner) = plt.subplots(1, 2, figsize=(_WIDTH, 4.7), layout="constrained", width_ratios=(1.42, 1))
     leave_header(fig)
     draw_patches(whole, picture)
     draw_patches(corner, picture, line_width=1.3)
-    _zoom(fig, whole, corner, geometry, min(zoom_windows, geometry.grid_h // 2, geometry.grid_w // 2))
+    _zoom(fig, whole, corner, geometry, min(_ZOOMED, geometry.grid_h // 2, geometry.grid_w // 2))
     whole.set(title=f"{geometry.grid_h} x {geometry.grid_w} patches (h x w)", xlabel="pixels", ylabel="pixels")
     corner.set(title="bottom right corner: patch numbers", xlabel="pixels", ylabel="pixels")
     whole.set_anchor("N")
     corner.set_anchor("N")
     title = f"{geometry.width} x {geometry.height} px become {geometry.patches:,} patches, {geometry.tokens:,} tokens"
-    set_titles(fig, title, subtitle)
+    set_titles(fig, title, COUNTED)
     return fig, [whole, corner]
 
 
-def patch_gallery(rows: Sequence[dict[str, Picture]], *, subtitle: str = COUNTED) -> tuple[Figure, dict[str, Axes]]:
+def patch_gallery(rows: Sequence[dict[str, Picture]]) -> tuple[Figure, dict[str, Axes]]:
     """Rows of images of very different shapes, each with its grid and its counts; not to one scale."""
     shapes = [[max(_aspect(geometry), _LEAST_ASPECT) for _, geometry in row.values()] for row in rows]
     captions = [{name: _caption(name, geometry) for name, (_, geometry) in row.items()} for row in rows]
@@ -62,7 +62,7 @@ def patch_gallery(rows: Sequence[dict[str, Picture]], *, subtitle: str = COUNTED
             draw_patches(ax, picture)
             ax.set(title=captions[index][name], anchor="NW")
             ax.set_axis_off()
-    set_titles(fig, "Native resolution: every image keeps its own grid", subtitle)
+    set_titles(fig, "Native resolution: every image keeps its own grid", COUNTED)
     return fig, axes
 
 

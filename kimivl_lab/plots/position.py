@@ -23,6 +23,7 @@ _LIGHT_TO_DARK = LinearSegmentedColormap.from_list(
     "light to dark", ["white", COLORS["sand"], COLORS["orange"], "#8a3c00", "#2e1400"]
 )
 _SIGNED = LinearSegmentedColormap.from_list("below to above 0", [COLORS["orange"], "white", COLORS["navy"]])
+_LIGHTEST = 1e-3  # errors below it share one shade
 _LINES = ((COLORS["navy"], "-"), (COLORS["orange"], (0, (5, 2))), (COLORS["sky"], (0, (1.2, 1.2))))
 
 
@@ -146,17 +147,16 @@ def matrix_line(
     return fig, (left, right)
 
 
-def fault_maps(errors: Mapping[str, np.ndarray], title: str, *, floor: float = 1e-3) -> tuple[Figure, Sequence[Axes]]:
+def fault_maps(errors: Mapping[str, np.ndarray], title: str) -> tuple[Figure, Sequence[Axes]]:
     """Where a faulty resampling is wrong: relative error of each patch's embedding, one map for each fault.
 
     Args:
         errors: words -> (h, w) error of each patch, relative to the norm of the right embedding.
-        floor: errors below it share the lightest shade.
     """
     fig, axes = new_figure(10, 3.35, ncols=len(errors), sharey=True)
     ceiling = max(float(values.max()) for values in errors.values())
     for ax, (words, values) in zip(axes, errors.items(), strict=True):
-        ax.imshow(np.maximum(values, floor), cmap=_LIGHT_TO_DARK, norm=LogNorm(floor, ceiling))
+        ax.imshow(np.maximum(values, _LIGHTEST), cmap=_LIGHT_TO_DARK, norm=LogNorm(_LIGHTEST, ceiling))
         ax.set(title=words, xlabel="column", xticks=_ends(values.shape[1]), yticks=_ends(values.shape[0]))
         ax.grid(False)
         for spine in ax.spines.values():
