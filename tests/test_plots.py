@@ -148,7 +148,8 @@ FIGURES = {
                                                       Replay((2,), 5000, None)]}, **TITLE),
                        ["exact", "1.01 rows a real row", "eager", "256", "5,000"]),
     "plan_overview": (lambda: budgets.plan_overview("mine.csv", count_tokens(SIZES), PLANS),
-                      ["mine.csv: CUDA-graph budgets for 10 images", f"{PLANS['vllm'].waste[1]:.2f} times"]),
+                      ["mine.csv: CUDA-graph budgets for 10 images", f"{PLANS['vllm'].waste[1]:.2f} times",
+                       f"planned for vLLM: {PLANS['vllm'].replays_a_call[2]:.1f} replays", "this plan"]),
     "hit_rates": (lambda: cache.hit_rates(RATES, {"a": "letters"}, entries=256, mib=64, **TITLES),
                   ["letters", "least recently used, bounded in bytes", "256 entries", "64 MiB", "most MiB held"]),
     "break_even_line": (lambda: cache.break_even_line(10, 2, 18, {"a quarter": 0.25}, "t"),
@@ -315,6 +316,17 @@ def test_areas_between_staircases_are_what_each_wastes():
         == pytest.approx(area(shaded) + area(images))
         == pytest.approx(PLANS["vllm"].waste[1] * area(images))
     )
+
+
+def test_times_are_drawn_over_those_of_vllms_own_budgets():
+    _, axes = budgets.plan_overview("mine.csv", count_tokens(SIZES), PLANS)
+    own, plan = PLANS["vllm"].powers_of_two, PLANS["vllm"]
+    assert own is not None
+    bars = [bar.get_width() for bar in axes[2].containers[1]]
+    assert bars == pytest.approx([plan.time[images] / own.time[images] for images in (1, 2)])
+    curve = dict(np.asarray(axes[3].lines[0].get_xydata()))
+    base = sum(own.time.values()) / 2
+    assert curve == pytest.approx({number: time / base for number, time in plan.by_graphs.items()})
 
 
 def test_a_schedule_draws_every_image_and_every_wait():

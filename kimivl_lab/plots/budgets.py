@@ -64,14 +64,14 @@ def packed_replays(
 def plan_overview(
     name: str, workload: "TokenCounts", plans: Mapping[str, "BudgetPlan"]
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A workload's plans side by side: vLLM's own budgets, the planned ones, and the waste of all.
+    """A workload's plans side by side: vLLM's own budgets, the planned ones, the time of all, and what a graph buys.
 
     Args:
-        plans: "vllm" and "lab".
+        plans: "vllm" and "lab", as `plan_budgets` makes them.
     """
     before, after = plans["vllm"].powers_of_two, plans["vllm"]
     assert before is not None
-    fig, axes = new_figure(14, 4.9, ncols=3, width_ratios=(1, 1, 0.9))
+    fig, axes = new_figure(17, 4.9, ncols=4, width_ratios=(1, 1, 1.15, 0.75))
     axes[1].sharey(axes[0])
     axes[1].tick_params(labelleft=False)
     for ax, plan, words in zip(axes, (before, after), ("vLLM's own budgets", "planned for vLLM"), strict=False):
@@ -79,8 +79,12 @@ def plan_overview(
     axes[0].set_ylabel("merged tokens of one image")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=2)
     sets = {"vLLM's own": before, "planned for vLLM": after, "planned, this library": plans["lab"]}
-    _draw_waste(axes[2], {words: plan.waste for words, plan in sets.items()})
-    subtitle = f"left and middle: one image a call, areas to scale  ·  {COUNTED}"
+    _draw_times(axes[2], sets)
+    _draw_number_of_graphs(axes[3], after, before)
+    subtitle = (
+        "staircases: counted, one image a call, areas to scale  ·  time: predicted, not measured; a replay costs "
+    )
+    subtitle += f"{after.replay_cost} rows beside its own"
     set_titles(fig, f"{name}: CUDA-graph budgets for {workload.images:,} images", subtitle)
     return fig, axes
 
@@ -113,25 +117,45 @@ def _draw_staircase(ax: Axes, tokens: np.ndarray, counts: np.ndarray, ladder: Se
             ax.annotate(f"{budget:,}", (1, budget), (4, 0), textcoords="offset points", va="center", fontsize=9.5)
             shown = budget
     waste = (rows @ counts) / (tokens @ counts)
-    ax.set(xlim=(0, 1), xlabel="share of the images", title=f"{words}: {waste:.2f} times the real rows")
+    eager = counts[tokens > max(ladder)].sum() / counts.sum()
+    title = f"{words}: {waste:.2f} times the real rows" + (
+        f",\n{eager:.1%} of the images without a graph" if eager else ""
+    )
+    ax.set(xlim=(0, 1), xlabel="share of the images", title=title)
     ax.xaxis.set_major_formatter(PercentFormatter(1))
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
-def _draw_waste(ax: Axes, waste: Mapping[str, Mapping[int, float]]) -> None:
-    height = 0.84 / len(waste)
-    longest = max(max(ratios.values()) for ratios in waste.values()) - 1
-    calls = list(next(iter(waste.values())))
-    for place, ((color, hatch), (words, ratios)) in enumerate(zip(_BARS, waste.items(), strict=False)):
-        y = np.arange(len(calls)) + (place - (len(waste) - 1) / 2) * height
-        extra = np.array([ratios[images] for images in calls]) - 1
-        ax.barh(y, extra, 0.9 * height, color=COLORS[color], hatch=hatch, ec="white", lw=0)
-        for at, value in zip(y, extra, strict=True):
-            label = f"{value:.1%}  {words}"
-            ax.annotate(label, (value, at), (5, 0), textcoords="offset points", va="center", fontsize=9.5)
-    ax.set(yticks=range(len(calls)), yticklabels=calls, ylabel="images a call", xlim=(0, 1.75 * longest + 1e-3))
-    ax.set(ylim=(len(calls) - 0.5, -0.5), xlabel="rows for nothing / real rows", title="waste by images a call")
+def _draw_times(ax: Axes, plans: Mapping[str, "BudgetPlan"]) -> None:
+    """Predicted time over the first plan's, by images a call; beside it the replays that a call becomes."""
+    height = 0.84 / len(plans)
+    own = next(iter(plans.values()))
+    longest = max(plan.time[images] / own.time[images] for plan in plans.values() for images in own.time)
+    for place, ((color, hatch), (words, plan)) in enumerate(zip(_BARS, plans.items(), strict=False)):
+        y = np.arange(len(own.time)) + (place - (len(plans) - 1) / 2) * height
+        times = [plan.time[images] / own.time[images] for images in own.time]
+        ax.barh(y, times, 0.9 * height, color=COLORS[color], hatch=hatch, ec="white", lw=0)
+        for at, time, images in zip(y, times, own.time, strict=True):
+            label = f"{time:.2f}  {words}: {plan.replays_a_call[images]:.1f} replays"
+            label += f", {plan.eager[images]:.0%} eager" if plan.eager[images] else ""
+            ax.annotate(label, (longest, at), (6, 0), textcoords="offset points", va="center", fontsize=9.5)
+    ax.axvline(1, color=INK, lw=1)
+    ax.set(yticks=range(len(own.time)), yticklabels=list(own.time), ylabel="images a call", xlim=(0, 2.2 * longest))
+    ax.set(ylim=(len(own.time) - 0.5, -0.5), xlabel="predicted time, vLLM's own = 1", title="time by images a call")
     ax.xaxis.set_major_locator(MaxNLocator(4))
-    ax.xaxis.set_major_formatter(PercentFormatter(1))
-    name_lines(ax)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="y", visible=False)
     ax.spines["left"].set_color(GREY)
+
+
+def _draw_number_of_graphs(ax: Axes, plan: "BudgetPlan", own: "BudgetPlan") -> None:
+    """Predicted time by number of graphs, and where the plan stands."""
+    base = np.mean(list(own.time.values()))
+    numbers, times = list(plan.by_graphs), np.array(list(plan.by_graphs.values())) / base
+    ax.plot(numbers, times, marker="o", ms=5, color=COLORS["blue"])
+    chosen = numbers.index(len(plan.budgets))
+    ax.plot(numbers[chosen], times[chosen], "D", ms=9, color=COLORS["orange"], mec=INK, label="this plan")
+    ax.axhline(1, color=INK, lw=1)
+    ax.set(ylim=(0, 1.08 * max(1, *times)), xlabel="graphs", title="one graph more")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(loc="lower right")
