@@ -251,8 +251,8 @@ print("bytes a patch: float32", batch.pixel_values[0].nbytes, "uint8", raw.pixel
 # ## Measure: what real images cost
 #
 # The sizes of real collections: photographs of COCO, camera files, charts, receipts, documents,
-# screens of phones and tablets, clip art. At the default limit of 4,096 patches an image has
-# about 1,024 tokens at most.
+# screens of phones and tablets, clip art. The default limit of 4,096 patches corresponds to 1,024
+# tokens.
 #
 # **Your guess.** How many times more tokens has a receipt scan than a photograph (medians)?
 
@@ -336,7 +336,9 @@ print(f"most patches of {patches.size:,} sizes: {patches.max():,}")
 #    68 at most $802{,}816 \cdot (67/66)^2 = 827{,}328$ pixels are left, and 855,625 are needed:
 #    impossible.
 #
-# An image that is not shrunk has at least $(h - 2)(w - 2)$ whole patches, and at most 4,096.
+# An image that is not shrunk has at least $(h - 2)(w - 2)$ whole patches, and at most 4,096. So a
+# grid with $(h - 2)(w - 2) \le 4{,}096$ is possible too. The largest grid that neither case
+# excludes is the bound.
 
 # %%
 for grid in [(66, 66), (68, 68), (446, 12)]:

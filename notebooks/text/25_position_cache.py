@@ -312,8 +312,8 @@ for words, change in changes.items():
     print(f"{words:22s} {stale:19.2f}   {seen}")
 
 # %% [markdown]
-# The bare cache serves the embedding of the old table each time. Its error is near or above 1: it
-# is as wrong as a random embedding.
+# The bare cache serves the embedding of the old table each time, with an error of 67 % or more.
+# The library sees all three changes.
 
 # %% [markdown]
 # ## Measure: what a hit and a miss cost
@@ -323,7 +323,7 @@ for words, change in changes.items():
 # costs the same for every grid.
 #
 # **Your guess.** The grid 4 x 40 has 160 patches. From which hit rate on does a cache pay for it
-# on a CPU?
+# on a CPU? (Computing 160 patches is cheap.)
 
 # %%
 ranges = ("below 50 %", "above 50 %", "never")
@@ -434,10 +434,11 @@ for limit, case in near.items():
 
 # %% [markdown]
 # With 256 MiB the hit rate is 0.754 at the default limit and only 0.216 at 16,384 patches. The
-# last column compares it with the break-even rate of the record for one full-size image. Compare
-# with yours: a cache that evicts most of its entries before they are used again can make the
-# server slower. Then there are two answers: give the cache the **working set**, the memory of all
-# grids that come again (650 MiB and 3.8 GiB here), or turn it off with `position="adaptive"`.
+# last column compares it with the break-even rate that the record has for one full-size image. On
+# your server, compare it with your own. A cache that evicts most of its entries before they are
+# used again can make a server slower. Then there are two answers: give the cache the **working
+# set**, the memory of all grids that come again (650 MiB and 3.8 GiB here), or turn it off with
+# `position="adaptive"`.
 
 # %% [markdown]
 # ## What to remember
@@ -487,8 +488,8 @@ print(f"{mib(set(large)):,.0f} MiB. 256 entries could take {most:.0f} GiB.")
 #
 # ### 1. An entry by hand
 #
-# How many MiB has the entry of a 1,920 x 1,088 image (width x height) in **float32**, at a limit
-# of 16,384 patches? 1 MiB is $2^{20}$ bytes.
+# How many MiB does the entry of a 1,920 x 1,088 image (width x height) take in **float32**, at a
+# limit of 16,384 patches? 1 MiB is $2^{20}$ bytes.
 
 # %%
 answer_1 = None  # MiB
