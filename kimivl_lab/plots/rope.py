@@ -23,17 +23,15 @@ def phase_maps(slots: Mapping[str, Sequence[tuple[str, np.ndarray]]], title: str
     count = len(next(iter(slots.values())))
     height, width = next(iter(slots.values()))[0][1].shape
     fig, axes = new_figure(10, (2.0 * height / width + 0.42) * len(slots) + 1.05, nrows=len(slots), ncols=count)
-    mesh = None
     for line, (words, maps) in zip(axes, slots.items(), strict=True):
         for ax, (name, values) in zip(line, maps, strict=True):
-            mesh = ax.imshow(values, cmap=DARK_TO_LIGHT, vmin=-1, vmax=1)
+            ax.imshow(values, cmap=DARK_TO_LIGHT, vmin=-1, vmax=1)
             ax.set(title=name, xticks=[0, width - 1], yticks=[0, height - 1])
             ax.grid(False)
         line[0].set_ylabel(f"{words}\nrow")
     for ax in axes[-1]:
         ax.set_xlabel("column")
-    assert mesh is not None
-    fig.colorbar(mesh, ax=axes, label="cos of the angle", ticks=[-1, 0, 1], pad=0.015, aspect=26)
+    fig.colorbar(axes.flat[0].images[0], ax=axes, label="cos of the angle", ticks=[-1, 0, 1], pad=0.015, aspect=26)
     set_titles(fig, title, COUNTED)
     return fig, axes
 
@@ -118,17 +116,15 @@ def score_maps(maps: Mapping[tuple[int, int], np.ndarray], title: str) -> tuple[
     height, width = next(iter(maps.values())).shape
     fig, axes = new_figure(10, 8.4 * height / width / len(maps) + 1.75, ncols=len(maps), sharey=True)
     low, high = (pick(float(pick(values.ravel())) for values in maps.values()) for pick in (min, max))
-    mesh = None
     for ax, ((row, column), values) in zip(axes, maps.items(), strict=True):
-        mesh = ax.imshow(values, cmap=DARK_TO_LIGHT, vmin=low, vmax=high)
+        ax.imshow(values, cmap=DARK_TO_LIGHT, vmin=low, vmax=high)
         ax.plot(column, row, "o", ms=11, mfc="none", mec="white", mew=4)
         ax.plot(column, row, "o", ms=11, mfc="none", mec=COLORS["orange"], mew=2.2)
         ax.set(title=f"query at row {row}, column {column}", xlabel="column of the key")
         ax.set(xticks=[0, width - 1], yticks=[0, height - 1])
         ax.grid(False)
     axes[0].set_ylabel("row of the key")
-    assert mesh is not None
-    fig.colorbar(mesh, ax=axes, label="score", pad=0.015, aspect=20)
+    fig.colorbar(axes[0].images[0], ax=axes, label="score", pad=0.015, aspect=20)
     set_titles(fig, title, COUNTED)
     return fig, axes
 

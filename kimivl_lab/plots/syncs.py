@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
-from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
+from .style import COLORS, COUNTED, GREY, INK, name_lines, new_figure, set_titles
 
 Span = tuple[float, float]
 
@@ -70,8 +70,7 @@ def timelines(panels: Mapping[str, Timeline], *, axis: str, title: str, subtitle
             steps = [((launch[1], 0.62), (kernel[0], 0.5)) for launch, kernel in ends]
             ax.add_collection(LineCollection(steps, colors=GREY, lw=0.9))
         ax.set(ylim=(-0.08, 1.2), yticks=(0.25, 0.87), yticklabels=("device", "host"), title=words)
-        ax.tick_params(axis="y", length=0)
-        ax.grid(axis="y", visible=False)
+        name_lines(ax)
         ax.spines["left"].set_visible(False)
     axes[0].set_xlim(0, 1.01 * max(shown.end for shown in panels.values()))
     axes[-1].set_xlabel(axis)
@@ -224,8 +223,7 @@ def published_savings(
     ax.set_xlim(low.min() / 2, 3 * max(high.max(), published.max()))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.grid(axis="y", visible=False)
-    ax.tick_params(axis="y", length=0)
+    name_lines(ax)
     ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=2)
     set_titles(fig, title, subtitle)
     return fig, ax

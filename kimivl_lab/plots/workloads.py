@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from ..geometry import PATCH_SIZE
-from .style import COLORS, COUNTED, INK, LIGHT, new_figure, set_titles
+from .style import COLORS, COUNTED, INK, LIGHT, name_lines, new_figure, set_titles
 
 _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 _UNDER, _OVER = ("#fbf3dc", COLORS["sky"], COLORS["blue"]), (COLORS["orange"], "#8a3c00")
@@ -46,8 +46,7 @@ def token_distribution(tokens: Mapping[str, Sequence[int]], limit: int, title: s
     ax.set(xlim=(0.9, 2048), ylim=(-0.06, len(order)), xlabel="language tokens of one image")
     ax.set(yticks=np.arange(len(order)) + 0.3, yticklabels=order, ylabel="images per bin, of the line's highest")
     ax.xaxis.set_major_formatter(_THOUSANDS)
-    ax.tick_params(axis="y", length=0)
-    ax.grid(axis="y", visible=False)
+    name_lines(ax)
     ax.spines["left"].set_visible(False)
     set_titles(fig, title, COUNTED)
     return fig, ax
@@ -137,8 +136,7 @@ def padding_cost(
     left.set(yticks=y, yticklabels=order, xlabel="padding's share of a workload's pixels")
     left.set_xlim(0, 1.22 * (first + second).max())
     left.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    left.grid(axis="y", visible=False)
-    left.tick_params(axis="y", length=0)
+    name_lines(left)
     left.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=2, columnspacing=1.2, handlelength=1.6)
 
     right.scatter(
