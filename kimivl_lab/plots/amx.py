@@ -1,4 +1,4 @@
-"""AMX kernels: the useful share of tile work, a running maximum with slack, recorded times.
+"""AMX kernels: the useful share of tile work, a running maximum with slack, loops and levels, recorded times.
 
 Test: tests/test_plots.py.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MultipleLocator, PercentFormatter
 
 from .lines import Cases, Marks, Row, by_case, case_words, draw_lines, log_axis, mark, recorded_times
@@ -55,7 +56,7 @@ def useful_share(
                 fontsize=10, color=GREY)  # fmt: skip
     lowest = min(min(values) for values in shares.values())
     ax.set(xlim=(sizes[0], sizes[-1]), ylim=(lowest - 0.03, 1.01))
-    ax.set(xlabel="head size, channels", ylabel="useful share of the tile work")
+    ax.set(xlabel="head size, features", ylabel="useful share of the tile work")
     ax.xaxis.set_major_locator(MultipleLocator(8))
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.legend(loc="lower right")
@@ -135,6 +136,81 @@ def recorded_wins(
     right.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     set_titles(fig, title, subtitle)
     return fig, (left, right)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop of a nest: its words, what stays while it runs, the bytes of that, and the level that holds them."""
+
+    words: str
+    stays: str
+    nbytes: int
+    level: str
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One matrix of a product: its name, rows, columns, and where it comes from."""
+
+    name: str
+    rows: int
+    columns: int
+    words: str
+
+
+_LEVELS = {"memory": "sand", "second": "sky", "first": "orange", "registers": "navy"}
+
+
+def loop_nest(loops: Sequence[Loop], *, title: str, subtitle: str) -> tuple[Figure, Axes]:
+    """Loops as nested boxes from outside to inside; beside each, what stays while it runs and in which level.
+
+    Args:
+        loops: from the outermost; `level` is "memory", "second", "first" or "registers".
+    """
+    fig, ax = new_figure(10, 0.66 * len(loops) + 1.4)
+    for depth, loop in enumerate(loops):
+        left, bottom, top = 0.25 * depth, 0.07 * depth, len(loops) - depth
+        color = COLORS[_LEVELS[loop.level]]
+        ax.add_patch(
+            Rectangle((left, bottom), 5.6 - 0.07 * depth - left, top - bottom, fc="white", ec=INK, lw=1.1, zorder=depth)
+        )
+        ax.text(left + 0.15, top - 0.42, loop.words, va="center", fontsize=11, zorder=20)
+        ax.add_patch(Rectangle((6.0, top - 0.78), 0.35, 0.62, fc=color, ec=INK, lw=0.8))
+        size = f"{loop.nbytes / 1024:,.0f} KiB" if loop.nbytes < 2**20 else f"{loop.nbytes / 2**20:.1f} MiB"
+        ax.text(6.5, top - 0.46, f"{loop.stays}: {size}", va="center", fontsize=11)
+        ax.plot([5.6 - 0.07 * depth, 6.0], [top - 0.46] * 2, color=GREY, lw=0.9, ls=(0, (3, 2)))
+    names = {"memory": "memory", "second": "second-level cache", "first": "first-level cache", "registers": "registers"}
+    handles = [Patch(fc=COLORS[color], ec=INK, lw=0.8, label=names[name]) for name, color in _LEVELS.items()]
+    ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=4)
+    ax.set(xlim=(-0.05, 10.2), ylim=(-0.15, len(loops) + 0.1))
+    ax.axis("off")
+    set_titles(fig, title, subtitle)
+    return fig, ax
+
+
+def operand_chain(
+    products: Mapping[str, tuple[Operand, Operand, Operand]], *, title: str, subtitle: str
+) -> tuple[Figure, Sequence[Axes]]:
+    """Matrix products as rectangles of their shapes, one line a product: A times B gives the result.
+
+    Args:
+        products: words -> (A, B, result); rows and columns are drawn to one scale.
+    """
+    fig, axes = new_figure(9.6, 2.9 * len(products) + 0.7, nrows=len(products), squeeze=False)
+    for ax, (words, (a, b, result)) in zip(axes[:, 0], products.items(), strict=True):
+        left = 0.0
+        for operand, color, sign in ((a, "navy", "times"), (b, "orange", "="), (result, "sky", "")):
+            middle = left + operand.columns / 2
+            box = Rectangle((left, -operand.rows / 2), operand.columns, operand.rows, fc=COLORS[color], ec=INK, lw=1)
+            ax.add_patch(box)
+            ax.text(middle, operand.rows / 2 + 6, operand.name, ha="center", va="bottom", fontsize=12.5)
+            ax.text(middle, -operand.rows / 2 - 6, operand.words, ha="center", va="top", fontsize=9.5)
+            left += operand.columns + 74
+            ax.text(left - 37, 0, sign, ha="center", va="center", fontsize=11.5)
+        ax.set(xlim=(-60, 320), ylim=(-58, 58), aspect="equal", title=words)
+        ax.axis("off")
+    set_titles(fig, title, subtitle)
+    return fig, axes[:, 0]
 
 
 def _case_labels(cases: Cases) -> list[str]:
