@@ -2,6 +2,7 @@
 
 import pytest
 
+from kimivl_lab.datasets import data_path
 from kimivl_lab.lessons import published
 from kimivl_lab.lessons.published import (
     graph_cases,
@@ -13,7 +14,9 @@ from kimivl_lab.lessons.published import (
 )
 
 
-@pytest.mark.parametrize("name", ["encoder_graphs", "encoder_parallel", "cuda_graphs", "host_syncs"])
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in data_path("published").glob("*.csv") if path.stem != "devices")
+)
 def test_every_row_has_a_link_and_a_metric(name):
     rows = published_rows(name)
     assert rows

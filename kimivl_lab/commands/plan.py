@@ -184,7 +184,7 @@ def _by_graphs(plan: BudgetPlan) -> str:
     own = plan.powers_of_two
     assert own is not None
     base = sum(own.time.values()) / len(own.time)
-    times = ", ".join(f"{number}: {time / base:.2f}" for number, time in plan.by_graphs.items())
+    times = ", ".join(f"{number}: {time / base:.3f}" for number, time in plan.by_graphs.items())
     return f"predicted time by number of graphs, vLLM (own budgets = 1): {times}"
 
 
