@@ -138,8 +138,8 @@ check_function("price of a wait", wait_price, expected, hint=hint)
 #
 # $$t = \underbrace{t_{launch} + t_{kernel} + (\text{launches} - 1)\max(t_{launch}, t_{kernel})}_{\text{without waits}} + \text{waits} \cdot \underbrace{\left(t_{back} + \min(t_{launch}, t_{kernel})\right)}_{\text{price of one wait}}$$
 #
-# The price does not depend on where between the launches the wait stands. `simulate` plays one
-# event after the other. Here it plays the 12 launches that were counted above.
+# The price does not depend on where between the launches the wait stands. `simulate` plays the 12
+# launches that were counted above.
 
 # %%
 panels = {}
@@ -199,7 +199,7 @@ for event in counter.events:
 compare(Comparison(waits_guess, measured=counter.total))
 
 # %% [markdown]
-# Nine waits on five lines. Two of them are easy to see: the `if` and `tolist`. The others wait
+# Nine waits on five lines. Two of them are easy to see: the `if` and `tolist`. Most others wait
 # for the **size** of a result. torch must allocate the result before it launches the kernel that
 # fills it. How many lines a mask selects, or a repeat makes, only the device knows.
 # `torch.tensor(..., device=...)` waits for its copy.
@@ -373,8 +373,8 @@ print("bit-equal to host:", equal)
 
 # %% [markdown]
 # A test must also find the wait that comes back next month. With `error=True` the first wait
-# raises an error that names its line. The control plants a check for infinities in the twelfth
-# block.
+# raises an error that names its line. As a control, a hook looks for infinities behind the
+# twelfth block.
 
 # %%
 hook = away.encoder.blocks[11].register_forward_hook(
@@ -456,7 +456,7 @@ plt.show()
 #
 # Other projects removed waits and published what they saved, with the number of waits before and
 # after. The prediction is one multiplication: waits removed, times one read alone on another GPU.
-# For 26 waits it is $26 \cdot 0.032 = 0.84$ to $26 \cdot 0.045 = 1.18$ ms.
+# For 26 waits it is $26 \cdot 0.0322 = 0.84$ to $26 \cdot 0.0454 = 1.18$ ms.
 
 # %%
 found = host_syncs.savings()
@@ -564,19 +564,18 @@ print(f"published for a tower on an {alone.row['gpu']}: {alone.published:.2f} ms
 # %% [markdown]
 # ## On Monday
 #
-# - **Flags.** vLLM has no flag against the read in every block. As read in 0.32 its eager encoder
-#   still has it; a captured [CUDA graph](GLOSSARY.md#cuda-graph) can not
-#   (`"cudagraph_mm_encoder": true` in `--compilation-config`; the default is `false`). For SGLang
-#   take a release that contains 30869 and 30878, and leave
-#   `SGLANG_VIT_ENABLE_VECTORIZED_POS_EMBED` at its default `1`: it avoids one wait for each
-#   image.
+# - **Flags.** vLLM has no flag against the read in every block. As read in 0.32, its eager
+#   encoder still has it. A [CUDA graph](GLOSSARY.md#cuda-graph) has not, but each replay reads
+#   the grids back (`"cudagraph_mm_encoder": true` in `--compilation-config`; default `false`).
+#   For SGLang take a release that contains 30869 and 30878. Leave
+#   `SGLANG_VIT_ENABLE_VECTORIZED_POS_EMBED` at `1`, the default in the source that we read: it
+#   avoids one wait for each image.
 # - **Decide** by a profile. Count the waits of one encoder forward, multiply them by 50 µs, and
 #   compare with your [TTFT](GLOSSARY.md#ttft). Below one percent, do no more than the next
 #   regular update.
 # - **Check on your server:** record one request with `nsys` as above and count the
 #   `cudaStreamSynchronize` between the first and the last kernel of the encoder. Some 30 mean the
 #   old way, 3 or 4 the grids alone. Repeat the count after every upgrade.
-# - In your own code: run the forward in a test under `count_host_syncs(..., error=True)`.
 
 # %% [markdown]
 # ## Exercises

@@ -41,8 +41,8 @@
 # kernels too.
 #
 # The kernels run on Intel processors with AMX, "advanced matrix extensions" (Xeon from 2023 on).
-# Without AMX everything up to "Measure" is computed all the same. The live cells then say what
-# they left out, and the recorded run stands beside them.
+# Without AMX everything up to "Check equality" is computed all the same. The live cells behind it
+# then say what they left out, and the recorded run stands beside them.
 #
 # ## Versions and machine
 
@@ -94,8 +94,8 @@ _ = torch.set_grad_enabled(False), torch.manual_seed(0)
 #
 # By hand: 40 lines, from 40 inputs to 64 outputs. The lines need 2 tile blocks, the outputs 2,
 # and the inputs 2 steps. That makes $4 \cdot 2 \cdot 2 \cdot 2 = 32$ instructions,
-# $32 \cdot 16{,}384 = 524{,}288$ FLOPs. Useful are $2 \cdot 40 \cdot 40 \cdot 64 = 204{,}800$, 39
-# %.
+# $32 \cdot 16{,}384 = 524{,}288$ FLOPs. $2 \cdot 40 \cdot 40 \cdot 64 = 204{,}800$ of them, 39 %,
+# are useful.
 #
 # **Your code.** Write the number of instructions for any linear layer.
 
@@ -167,7 +167,8 @@ plt.show()
 # other) and $144 / 176 = 82$ % (wholly overlapped).
 #
 # Five instructions for $2^x$ are few. The kernel splits $x$ into a whole number and a fraction,
-# and takes a **cubic polynomial** for the fraction. FlashAttention-4 does the same on GPUs.
+# and takes a **cubic polynomial** for the fraction. FlashAttention-4 uses a cubic polynomial on
+# GPUs too.
 
 # %%
 fraction = torch.linspace(0, 1, 1001, dtype=torch.float64)
@@ -299,8 +300,8 @@ print("equal to the softmax written out:", relative_error(attend_runs(q, k, v), 
 # %% [markdown]
 # ### How much slack?
 #
-# Now scores that rise. Three groups of 16 queries see scores that climb by 0, 80 and 160 powers
-# of two from the first of 4,096 keys to the last. The same keys also come shuffled, and in
+# Which scores need rescalings? Three groups of 16 queries see scores that climb by 0, 80 and 160
+# powers of two from the first of 4,096 keys to the last. The same keys also come shuffled, and in
 # falling order. A slack of $10^9$ means that the first run's maximum stays for good.
 #
 # **Your guess.** With rising keys and slack 8: how many of the 93 possible rescalings (3 groups,
@@ -421,7 +422,7 @@ for way, (rows, length) in ways.items():
 #    half of the reads away from the second level. The price: unfinished sums wait in float32
 #    between the chunks.
 #
-# What the model does not decide: chunks of 4 to 12 steps all fit, and 9 is not the best of them
+# What the model does not decide: all chunks of up to 12 steps fit, and 9 is not the best of them
 # by these bytes (exercise 5). The source gives another reason: while one chunk is multiplied, the
 # next one is fetched from memory. The same holds for the limit of 256 rows: the source says that
 # more rows do not help. Neither claim has a record here.
@@ -448,8 +449,9 @@ lab.time_kernels()
 # %% [markdown]
 # The recorded run has AMX. It holds attention on larger grids and on a batch of real sizes, and
 # whole encoders of the published size. The other two encoders are built from the same weights:
-# "transformers" is the Kimi-K2.5 tower of the library transformers, and "open-moonvit" is another
-# public implementation of MoonViT.
+# "transformers" is the Kimi-K2.5 tower of the library transformers, and "open-moonvit" is a
+# public package with another MoonViT. (This project no longer installs or tests it; its rows are
+# from the record.)
 
 # %% tags=["headline"]
 folder = data_path("measurements")
@@ -503,14 +505,13 @@ print(f"Recorded: attention {min(attention_gain):.1f} to {max(attention_gain):.1
 # ## On Monday
 #
 # - **Decide** where the encoder runs. On a server with AMX (`lscpu | grep amx_bf16`) this
-#   library's encoder uses the kernels by itself; `EncoderOptions(attention="sdpa")` turns its
-#   attention off, to compare.
+#   library's encoder uses the kernels by default, in bfloat16; `EncoderOptions(attention="sdpa")`
+#   takes torch's attention instead, to compare.
 # - **On GPUs** the same question is which head size the attention kernel is compiled for. Flags,
 #   as read in vLLM 0.32's and SGLang's documentation: `--mm-encoder-attn-backend` (vLLM) and
 #   `--mm-attention-backend` (SGLang). The default of both is `None`: the platform chooses.
 # - **Check** with one request of a large image: compare the time to first token under two
-#   backends. If the head is padded from 72 to 96 or 128, the better one differs by the size of
-#   the padding.
+#   backends. A kernel that pads the head from 72 to 128 takes longer than one that pads to 96.
 
 # %% [markdown]
 # ## Exercises
