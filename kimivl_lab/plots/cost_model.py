@@ -83,14 +83,16 @@ def crossover_map(
     title: str,
     subtitle: str,
 ) -> tuple[Figure, Sequence[Axes]]:
-    """How many times slower the wrong choice is, by image size and number of images; one panel for each world size.
+    """Time of tensor over data parallel, by image size and number of images, as colour and as number in each cell.
 
     Args:
         panels: words ("2 ranks", "8 ranks, simulated") -> (counts, sizes) time of tensor over data parallel.
         sizes: patches of one image, ascending.
         counts: images in the batch, ascending.
     """
-    fig, axes = new_figure(3.1 * len(panels) + 1.2, 4.5, ncols=len(panels), sharey=True, squeeze=False)
+    fig, axes = new_figure(
+        (0.5 * len(sizes) + 0.4) * len(panels) + 1.4, 4.5, ncols=len(panels), sharey=True, squeeze=False
+    )
     axes = list(axes[0])
     most = max(float(np.abs(np.log2(ratios)).max()) for ratios in panels.values())
     columns, rows = np.arange(len(sizes)), np.arange(len(counts))
@@ -101,21 +103,22 @@ def crossover_map(
             for column in columns:
                 ratio = ratios[row, column]
                 ink = "white" if abs(logs[row, column]) > 0.62 * most else INK
-                ax.text(column, row, f"{max(ratio, 1 / ratio):.1f}", ha="center", va="center", size=8.5, color=ink)
+                number = f"{ratio:.2f}" if 0.1 <= ratio < 10 else f"{ratio:.3g}"
+                ax.text(column, row, number, ha="center", va="center", size=9, color=ink)
         _outline(ax, ratios < 1)
-        ax.set(title=words, xticks=columns[::2], yticks=rows, xlabel="patches of one image")
-        ax.set_xticklabels([f"{size:,}" for size in sizes[::2]])
+        ax.set(title=words, xticks=columns, yticks=rows, xlabel="patches of one image")
+        ax.set_xticklabels([f"{size:,}" for size in sizes], fontsize=9)
         ax.set_yticklabels([f"{count:,}" for count in counts])
         ax.grid(False)
     axes[0].set_ylabel("images in the batch")
     bar = fig.colorbar(mesh, ax=axes, pad=0.015, aspect=30)
-    bar.set_label("time of tensor over data parallel")
+    bar.set_label("time of tensor / time of data parallel")
     bar.ax.yaxis.set_major_locator(MultipleLocator(1))
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{2**value:g}" if value >= 0 else f"1/{2**-value:g}")
     line = [axes[0].plot([], [], color=INK, lw=2.4)[0]]
     fig.legend(
         line,
-        ["inside: tensor parallel is faster, else data parallel; a number: how many times"],
+        ["inside, below 1: tensor parallel is faster; outside, above 1: data parallel is faster"],
         loc="outside lower left",
     )
     set_titles(fig, title, subtitle)

@@ -56,8 +56,8 @@ def who_holds_what(config: MoonViTConfig, ranks: int, title: str) -> tuple[Figur
     )
     total = sum(width + _STEPS[step] for _, _, width, *_, step in tensors)
     sentences = (
-        "Tensor parallel: every matrix is cut, every rank sees all patches, partial sums meet twice a layer",
-        "Data parallel: every rank has all matrices and its own images' rows; they meet once, after the last layer",
+        "Tensor parallel: each matrix is cut, each rank works on all patches, two all-reduces in a block",
+        "Data parallel: each rank has all matrices and the patches of its own images, one gather after the last block",
     )
     for ax, sentence in zip(axes, sentences, strict=True):
         tensor_parallel = ax is axes[0]
@@ -76,7 +76,7 @@ def who_holds_what(config: MoonViTConfig, ranks: int, title: str) -> tuple[Figur
     handles = [Rectangle((0, 0), 1, 1, fc=color, hatch=hatch, ec=INK, lw=0.6) for color, hatch in _RANKS[:ranks]]
     handles.append(Rectangle((0, 0), 1, 1, fc="white", ec=GREY, lw=1.2))
     fig.legend(handles, [*shown, "the same on every rank"], loc="outside lower left", ncols=ranks + 1, handlelength=1.6)
-    words = f"one layer, y = x W, matrices to scale (D = {config.hidden_size:,}, F = {config.intermediate_size:,})"
+    words = f"one block, y = x W, matrices to scale (D = {config.hidden_size:,}, F = {config.intermediate_size:,})"
     set_titles(fig, title, words)
     return fig, axes
 
@@ -122,13 +122,13 @@ def schedule(
         ax.axvline(last, color=INK, lw=1.4)
         ax.axvline(bound, color=COLORS["orange"], ls=(0, (4, 2)), lw=1.8)
         over = max(last / bound - 1, 0)
-        ax.set_title(f"{name}: slowest rank {over:.1%} over the bound, {idle:.0%} of the ranks' time waited")
+        ax.set_title(f"{name}: slowest rank {over:.1%} over the least possible, ranks idle {idle:.0%} of the time")
         ax.set(ylim=(len(ranks) - 0.45, -0.55), yticks=range(len(ranks)), xlim=(0, right))
         ax.tick_params(axis="y", length=0)
         ax.grid(axis="y", visible=False)
     axes[-1].xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes[len(axes) // 2].set_ylabel("rank")
-    axes[-1].set_xlabel(f"{axis} (dashed: no balance can be faster)")
+    axes[-1].set_xlabel(f"{axis} (dashed: the least possible for the slowest rank)")
     bar = fig.colorbar(ScalarMappable(norm, _SIZES), ax=axes, pad=0.015, aspect=34, shrink=0.9)
     bar.set_label("patches of the image")
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -147,7 +147,7 @@ def bytes_through_layers(layers: int, all_reduce_mb: float, gather_mb: float, ti
     steps = np.arange(2 * layers + 1)
     sums = steps * all_reduce_mb
     ax.fill_between(steps / 2, sums, step="post", color=COLORS["sky"], alpha=0.55, lw=0)
-    ax.step(steps / 2, sums, where="post", color=COLORS["blue"], label="tensor parallel: 2 all-reduces a layer")
+    ax.step(steps / 2, sums, where="post", color=COLORS["blue"], label="tensor parallel: 2 all-reduces a block")
     ends = [0, layers, layers, 1.02 * layers]
     style = {"color": COLORS["orange"], "lw": 3, "solid_capstyle": "butt"}
     ax.plot(ends, [0, 0, gather_mb, gather_mb], label="data parallel: 1 gather at the end", **style)
@@ -157,7 +157,7 @@ def bytes_through_layers(layers: int, all_reduce_mb: float, gather_mb: float, ti
     words = f"1 x {gather_mb:,.4g} MB,\n{total / gather_mb:,.3g} times less"
     ax.annotate(words, (1.02 * layers, gather_mb), (7, 0), textcoords="offset points", va="bottom")
     ax.set(xlim=(0, 1.26 * layers), ylim=(-0.015 * total, 1.08 * total))
-    ax.set(xlabel="layers done", ylabel="MB of collectives so far, on each rank")
+    ax.set(xlabel="blocks done", ylabel="MB summed or gathered so far")
     ax.set_xticks([tick for tick in range(0, layers + 1, 3 if layers > 12 else 1)])
     ax.legend(loc="upper left")
     set_titles(fig, title, COUNTED)
@@ -165,29 +165,27 @@ def bytes_through_layers(layers: int, all_reduce_mb: float, gather_mb: float, ti
 
 
 def recorded_modes(rows: Sequence[Row], *, title: str, subtitle: str) -> tuple[Figure, Axes]:
-    """Recorded times of every batch in every mode over one rank's, a hollow mark where the cost model predicted it.
+    """Recorded times of every batch over one rank's: data parallel, tensor parallel, and auto, which takes one of them.
 
     Args:
-        rows: of one number of ranks, with the variants "single", "data", "tensor" and "auto", `latency_ms_*` and
-            `predicted_ms`. The batches for which data parallel gains least come first; at the right stands the mode
-            that auto chose, told by its collectives, and its time over the better mode's.
+        rows: of one number of ranks, with the variants "single", "data", "tensor" and "auto" and `latency_ms_*`. The
+            batches for which data parallel gains least come first; at the right stands the mode that auto chose, told
+            by its collectives, and its time over the better mode's.
     """
     cases = by_case(rows, _MODES)
     ms = {name: {mode: row["latency_ms_p50"] for mode, row in case.items()} for name, case in cases.items()}
     cases = {name: cases[name] for name in sorted(cases, key=lambda name: ms[name]["tensor"] / ms[name]["data"])}
     single = np.array([ms[name]["single"] for name in cases])
-    marks = []
-    for mode, (label, style) in _MODES.items():
-        predicted = np.array([case[mode]["predicted_ms"] for case in cases.values()]) / single
-        marks.append(recorded_times(cases, mode, label, style, over=single, expected=predicted))
-    fig, ax = new_figure(10.5, 0.66 * len(cases) + 2.1)
+    modes = [mode for mode in _MODES if mode != "single"]
+    marks = [recorded_times(cases, mode, *_MODES[mode], over=single) for mode in modes]
+    fig, ax = new_figure(10.5, 0.6 * len(cases) + 2.1)
     words = [f"{_chosen(case)}, {_over_best(ms[name]):.2f}x" for name, case in cases.items()]
-    heading = "auto's choice, its time\n/ the better mode's"
+    heading = "auto's choice, its time\n/ the faster way's"
     draw_lines(ax, [_batch_words(*item) for item in cases.items()], marks, notes=words, heading=heading, lanes=0.2)
     ranks = rows[0]["ranks_count"]
     ax.axvline(1, color=INK, lw=1.1, zorder=1)
     ax.axvline(1 / ranks, color=INK, lw=1.1, ls=(0, (4, 3)), zorder=1)
-    ax.set_xlabel(f"time / time of one rank (dashed: an equal share of it, 1 / {ranks:.0f})")
+    ax.set_xlabel(f"time / time on one rank (upright line: 1; dashed: 1 / {ranks:.0f})")
     set_titles(fig, title, subtitle)
     return fig, ax
 

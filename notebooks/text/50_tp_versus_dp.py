@@ -9,7 +9,7 @@
 #     language: python
 #     name: python3
 #   kimivl_lab:
-#     question: Should the ranks of a server share out the images, or cut every layer, and what does each cost?
+#     question: Should the GPUs of a server share out the images or cut every layer, and what does each way cost?
 #     minutes_cpu: 1
 #     gpu: optional
 #     data: sizes of data/workloads
@@ -18,27 +18,32 @@
 # %% [markdown]
 # # Tensor parallel or data parallel
 #
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [60 GPU syncs](60_gpu_syncs.ipynb)
+#
 # ## The question
 #
-# Should the ranks of a server share out the images, or cut every layer, and what does each cost?
+# Should the GPUs of a server share out the images or cut every layer, and what does each way
+# cost?
 #
 # ## You will be able to
 #
-# - **derive** which rows and columns of a weight each rank holds, and why two layers need only one all-reduce;
-# - **predict** bytes and time of both ways from nothing but the sizes of the images, and choose between them;
-# - **diagnose** a rank that waits: a bad balance, no image to encode, or a group that never comes together.
+# - **compute** the bytes that the ranks send in both ways, and confirm them with real processes;
+# - **predict** which way is faster, from the sizes of the images, the number of GPUs and their
+#   link;
+# - **diagnose** a rank that waits: a bad balance, no image, or the wrong group.
 #
 # ## Needs
 #
-# Notebook [00](00_start_here.ipynb). A minute on a CPU with two cores: it starts up to four processes of one thread each, by torchrun's own launcher. A GPU is not used here; on several, the same
-# calls run over NCCL (`python -m kimivl_lab.bench.parallel`).
+# Lesson [00](00_start_here.ipynb). Reading and solving takes about 90 minutes. The notebook runs
+# in about a minute on a CPU with two cores and starts up to four processes. It uses no GPU;
+# `python -m kimivl_lab.bench.parallel` does.
 #
 # ## Versions and machine
 
 # %% tags=["nbval-ignore-output"]
 import warnings
 
-warnings.filterwarnings("ignore", message="IProgress not found")  # about a widget that nothing here uses
+warnings.filterwarnings("ignore", message="IProgress not found")  # about a widget that is not used
 from kimivl_lab.measure.provenance import device_name, versions
 
 print(device_name("cpu"))
@@ -46,444 +51,698 @@ print(versions())
 
 # %%
 import inspect
-import random
-from functools import partial
-from statistics import mean, median
 
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch.nn.functional import gelu
 
-from kimivl_lab import KimiVLConfig, KimiVLEncoder, MoonViTConfig, image_geometry, plots, split_image_features
-from kimivl_lab.lessons.tp_versus_dp import encode_in_halves, encode_in_modes, time_collectives, time_modes
-from kimivl_lab.datasets import data_path, draw_sizes
-from kimivl_lab.parallel import balance
-from kimivl_lab.parallel.work import steps_and_bytes
-from kimivl_lab.bench.fit_cost_model import fit_cost_model, prediction_errors
-from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
+from kimivl_lab import KimiVLConfig, KimiVLEncoder, MoonViTConfig, plots
+from kimivl_lab.lessons import tp_versus_dp as lesson
+from kimivl_lab.lessons.checks import check, check_function
+from kimivl_lab.lessons.guesses import Comparison, compare, guess
 from kimivl_lab.measure.ranks import run_ranks
-from kimivl_lab.parallel.cost_model import assumed_cost_model
-from kimivl_lab.parallel.cost_model import simulate_scaling
-from kimivl_lab.parallel.work import TowerWork
-from kimivl_lab.plots import cost_model, floor, parallel
+from kimivl_lab.plots import cost_model, parallel
 
 plots.use_style()
 _ = torch.set_grad_enabled(False)
 
 # %% [markdown]
-# ## Predict
+# ## Ranks: two ways to share the work
 #
-# A *rank* is a process with a device and a memory of its own. Ranks exchange tensors by *collectives*, which all ranks of a group call together: an **all-reduce** leaves on every rank the sum of what the ranks bring, an
-# **all-gather** leaves all of it side by side, a **broadcast** copies one rank's tensor to the others.
+# A server often runs one model on several GPUs. It starts one process for each GPU. This process
+# is a [rank](GLOSSARY.md#rank). Each rank has a memory that the others cannot read, so ranks
+# exchange tensors by [collectives](GLOSSARY.md#collective). All ranks of a group must call the
+# same collective. Rank 0 holds [1, 2] and rank 1 holds [10, 20]:
 #
-# *Data parallel*: each rank has all weights and encodes some of the images. Images do not see each other, so there is nothing to exchange until the end: one all-gather of the features.
+# | collective | rank 0 has afterwards | rank 1 has afterwards |
+# |---|---|---|
+# | [all-reduce](GLOSSARY.md#all-reduce): the sum | [11, 22] | [11, 22] |
+# | [all-gather](GLOSSARY.md#all-gather): all parts, side by side | [1, 2, 10, 20] | [1, 2, 10, 20] |
+# | [broadcast](GLOSSARY.md#broadcast): a copy of rank 0's tensor | [1, 2] | [1, 2] |
 #
-# *Tensor parallel*: each rank has a part of every matrix and works on all images. Cut the first matrix of the MLP by columns and the second by rows, for two ranks $W_0 = [A_0 \,|\, A_1]$ and
-# $W_1 = [B_0 \,;\, B_1]$, and a rank can go through both without a word:
+# There are two ways to share the work of the encoder:
 #
-# $$\mathrm{GELU}(XW_0 + b_0)\,W_1 + b_1 \;=\; \sum_{r} \underbrace{\mathrm{GELU}(XA_r + a_r)\,B_r}_{\text{rank } r} \;+\; b_1$$
-#
-# The sum is one all-reduce. Columns come first since GELU needs whole numbers: that of a sum is not the sum of the GELUs. Attention goes the same way: a head is some columns of `wqkv` and some rows of `wo`.
+# - **[Data parallel](GLOSSARY.md#data-parallel):** each rank has all weights and encodes some of
+#   the images. One all-gather at the end gives every rank the features of all images.
+# - **[Tensor parallel](GLOSSARY.md#tensor-parallel):** each rank has a part of each weight matrix
+#   and works on all images. Two all-reduces in each block put the parts together.
 
 # %%
 full = KimiVLConfig.preset("kimi-vl-a3b").vision_config
-fig, axes = parallel.who_holds_what(
-    full, 2, "Two ranks: each a part of every matrix, or all matrices and some of the images"
-)
+title = "Two ranks: a part of each matrix, or all matrices and some of the images"
+fig, axes = parallel.who_holds_what(full, 2, title)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* a colour (and hatching) is a rank, white is the same on both; above, each matrix is there once and the two meet twice in a layer; below, each matrix is there twice, and the rows, which are patches, are divided.
+# *How to read it:* a colour is a rank, white is the same on both. Above, each matrix exists once,
+# cut in two. Below, each matrix exists twice, and the patches are divided.
 #
-# ### Bytes
+# ## Predict: bytes between the ranks
 #
-# An all-reduce sums activations of $L \times D$ numbers, twice in each of $N$ layers. The all-gather leaves $(L/4) \times 4 \times D$ numbers: as many, but once (and every rank's part is padded to the longest).
-# On the wire both go in a ring, and the all-reduce goes round twice: a rank of $R$ sends $2(R-1)/R$ times the tensor's size, against $(R-1)/R$.
+# **Tensor parallel.** An all-reduce sums a tensor of $L \times D$ numbers, twice in each of the
+# $N$ blocks. Take four images of 32 x 32 patches: $L = 4{,}096$. In bfloat16 the tensor has
+# $4{,}096 \cdot 1{,}152 \cdot 2$ bytes = 9.437 MB, and there are $2 \cdot 27 = 54$ of them.
+#
+# **Data parallel.** The gathered features have the shape $(T, 4, D)$. With $T = L/4$ these are
+# $L \times D$ numbers again, 9.437 MB. But there is only one such tensor. (Shorter parts are
+# padded to the longest.)
+#
+# **How a ring sends.** The ranks stand in a ring and cut the tensor into $R$ pieces. In each
+# step, each rank sends one piece to its neighbour. After $R - 1$ steps, each piece has been
+# summed on one rank. After another $R - 1$ steps, all ranks have all pieces. An all-reduce of 24
+# bytes on 4 ranks has pieces of 6 bytes and takes $3 + 3$ steps, so each rank sends
+# $6 \cdot 6 = 36$ bytes. An all-gather needs only the second half: 3 steps and 18 bytes.
+#
+# **Your code.** Write the bytes that one rank sends in an all-reduce of `size` bytes.
+
 
 # %%
-N, D, L = full.num_hidden_layers, full.hidden_size, 4 * 32 * 32  # four images of 32 x 32
-one = 2 * L * D  # bytes of an activation in bfloat16
+def all_reduce_sends(ranks, size):
+    return ...
+
+
+from kimivl_lab.parallel.work import TowerWork, steps_and_bytes
+
+cases = {(R, 24): steps_and_bytes("all_reduce", R, 24)[1] for R in (4, 2, 8)}
+hint = "2 (R - 1) steps, and one piece of size / R in each"
+check_function("bytes sent", all_reduce_sends, cases, rtol=1e-6, hint=hint)
+
+# %% [markdown]
+# **Your guess.** On four ranks: bytes that a rank sends under tensor parallel, over those under
+# data parallel?
+
+# %%
+sent_guess = guess("bytes sent, tensor over data parallel", None, unit="times")
+
+# %%
+N, D, L = full.num_hidden_layers, full.hidden_size, 4 * 32 * 32
+size = 2 * L * D  # bytes of the features in bfloat16
+print("                 tensors   steps   MB sent by one of 4 ranks")
+sent = {}
+for words, kind, times in [("tensor", "all_reduce", 2 * N), ("data", "all_gather", 1)]:
+    steps, each = steps_and_bytes(kind, 4, size)
+    sent[words] = times * each
+    print(f"{words:6s} parallel {times:8d} {times * steps:7d} {times * each / 1e6:27.1f}")
+compare(Comparison(sent_guess, predicted=sent["tensor"] / sent["data"]))
 title = f"{2 * N} all-reduces against one gather, for {L:,} patches"
-fig, ax = parallel.bytes_through_layers(N, one / 1e6, one / 1e6, title=title)
+fig, ax = parallel.bytes_through_layers(N, size / 1e6, size / 1e6, title=title)
 plt.show()
-print("                    tensors summed or gathered   sent by a rank of 4   steps, one after another")
-for words, kind, times in [("tensor parallel", "all_reduce", 2 * N), ("data parallel", "all_gather", 1)]:
-    steps, sent = steps_and_bytes(kind, 4, one)
-    tensors = f"{times:3d} x {one / 1e6:.1f} = {times * one / 1e6:5.1f} MB"
-    print(f"{words:18s} {tensors:>27s} {times * sent / 1e6:18.1f} MB {times * steps:22d}")
 
 # %% [markdown]
-# *How to read it:* tensor parallel pays at every layer and for every patch, data parallel once. What tensor parallel buys for it: a *single* image becomes faster, and each rank holds $1/R$ of the blocks' weights.
+# *How to read it:* tensor parallel sums two tensors in each block. Data parallel gathers one at
+# the end.
 #
-# ## Build
+# So why cut layers at all? Because a *single* image then becomes faster, and each rank holds only
+# $1/R$ of the blocks' weights.
 #
-# The algebra first, with no ranks at all: a Python sum stands for the all-reduce. Two mistakes beside it. Then the rows of `wqkv`, which keeps q, k and v one below the other: a plain half of it is no
-# half of the heads, so each of the three is cut. With four heads of two numbers:
+# ## Build: cut one MLP, then the heads
+#
+# Cut the first matrix of the MLP by **columns**, $W_0 = [W_{00} \,|\, W_{01}]$, and the second by
+# **rows**, $W_1 = [W_{10} \,;\, W_{11}]$; the second index is the rank. Then each rank passes
+# both matrices without any communication:
+#
+# $$\mathrm{GELU}(xW_0 + \text{bias}_0)\,W_1 + \text{bias}_1 \;=\; \sum_{r} \underbrace{\mathrm{GELU}(xW_{0r} + \text{bias}_{0r})\,W_{1r}}_{\text{rank } r} \;+\; \text{bias}_1$$
+#
+# The sum over the ranks is one all-reduce. The bias $\text{bias}_1$ is added once, after it.
+#
+# Why columns first? After a cut by columns, each rank has *complete values* of some hidden
+# features, and [GELU](GLOSSARY.md#gelu) can be applied. After a cut by rows, each rank has a
+# *partial sum* of every feature. Let the partial sums be 2 and -1, so the complete value is 1.
+# $\mathrm{GELU}(1) = 0.84$, but $\mathrm{GELU}(2) + \mathrm{GELU}(-1) = 1.95 - 0.16 = 1.79$.
+#
+# **Your code.** Write what one rank computes, without $\text{bias}_1$.
+# (`tensor.chunk(ranks, dim)[rank]` is one part of a tensor.)
+
 
 # %%
+def part_of_mlp(x, W0, bias0, W1, rank, ranks):
+    """x (L, D), W0 (D, F), bias0 (F,), W1 (F, D) -> this rank's summand (L, D)."""
+    return ...
+
+
 torch.manual_seed(0)
-X, W0, b0, W1, b1 = (torch.randn(shape).double() for shape in [(6, 8), (8, 12), (12,), (12, 8), (8,)])
-halves = [slice(0, 6), slice(6, 12)]
-summed = sum(F.gelu(X @ W0[:, half] + b0[half]) @ W1[half] for half in halves)
-partial_sums = [X[:, rows] @ W0[rows] + b0 / 2 for rows in (slice(0, 4), slice(4, 8))]
+x, W0, bias0 = (torch.randn(shape).double() for shape in [(6, 8), (8, 12), (12,)])
+W1, bias1 = (torch.randn(shape).double() for shape in [(12, 8), (8,)])
+arguments = [(x, W0, bias0, W1, rank, ranks) for ranks in (2, 3) for rank in range(ranks)]
+cases = [(each, lesson.mlp_summand(*each)) for each in arguments]
+hint = "columns of W0 and of bias0 (dim 1 and 0), rows of W1 (dim 0); bias1 comes later"
+check_function("one rank's part of the MLP", part_of_mlp, cases, rtol=1e-9, hint=hint)
+
+# %% [markdown]
+# Now a Python sum stands for the all-reduce. Two usual mistakes stand beside the right way.
+
+# %%
+right = gelu(x @ W0 + bias0) @ W1 + bias1
+summed = sum(lesson.mlp_summand(x, W0, bias0, W1, rank, 2) for rank in range(2))
+rows = [x[:, half] @ W0[half] + bias0 / 2 for half in (slice(0, 4), slice(4, 8))]
 tries = {
-    "columns, rows, sum, bias once": summed + b1,
-    "every rank adds the bias": summed + 2 * b1,
-    "rows first, GELU of partial sums": sum(map(F.gelu, partial_sums)) @ W1 + b1,
+    "columns, rows, sum, bias once": summed + bias1,
+    "each rank adds the bias": summed + 2 * bias1,
+    "rows first, GELU of partial sums": sum(map(gelu, rows)) @ W1 + bias1,
 }
 for way, result in tries.items():
-    equal = torch.allclose(result, F.gelu(X @ W0 + b0) @ W1 + b1)
-    print(f"{way:33s} equal: {equal}")
-    assert equal == (way == "columns, rows, sum, bias once")
-
-# %%
-rows = torch.arange(24).view(3, 4, 2)  # q, k, v; heads; numbers
-for rank in range(2):
-    print(f"rank {rank} of 2 holds rows", rows[:, 2 * rank : 2 * rank + 2].flatten().tolist())
-print("a plain half would be", rows.flatten()[:12].tolist(), "- all of q, half of k, no v")
+    print(f"{way:33s} equal: {torch.allclose(result, right)}")
 
 # %% [markdown]
-# The library has these layers (`ColumnParallelLinear`, `QKVParallelLinear`, `RowParallelLinear`), and `KimiVLEncoder.set_encoder_parallel` picks the way: `"data"`, `"tensor"` or `"auto"`. Now with real processes: `run_ranks(worker, 2, ...)` calls a
-# worker in two of them and returns what each returned. The workers of this notebook are in a module, since another process cannot import a cell. This one encodes a batch in every mode, and each rank notes
-# how far it is from the whole encoder in one process, how many patches went through its blocks, and its collectives:
-
-# %%
-print(inspect.getsource(encode_in_modes))
-
-# %% [markdown]
-# ## Check equality
+# Attention is cut by [heads](GLOSSARY.md#head): each rank computes some heads completely. But
+# $W_{qkv}$ holds q, k and v one below the other, so half of its lines is not half of the heads.
+# With four heads of two numbers, q is in the lines 0 to 7, k in 8 to 15, v in 16 to 23. Rank 0 of
+# 2 needs the lines 0 to 3, 8 to 11 and 16 to 19. A plain half, 0 to 11, would be all of q, half
+# of k and no v.
 #
-# Five images of different sizes and contents, so that a wrong order would show. The encoder is narrow but has the published depth, so all its collectives can be counted. By hand: $2N$ tensors of
-# $4LD$ bytes in float32, against one of the longest rank's patches, times two ranks.
+# ## Check equality: real processes
+#
+# The library has these layers (`kimivl_lab/parallel/linear.py`).
+# `set_encoder_parallel("data", group)` or `("tensor", group)` picks the way. Now we use real
+# processes. `run_ranks(function, 2, ...)` starts two ranks, calls the function on both, and
+# returns their results. The function stands in a module, since another process cannot import a
+# cell:
+
+# %%
+print(inspect.getsource(lesson.encode_in_modes))
+
+# %% [markdown]
+# Each rank reports the error of its features, the patches that went through its blocks, and its
+# collectives. The batch has five images of different sizes, so a wrong order would show. The
+# encoder is narrow, but has 27 blocks.
+#
+# By hand, in float32 (4 bytes a number): $2N$ tensors of $4LD$ bytes for tensor parallel. For
+# data parallel one tensor: the patches of the rank that has the most, times two ranks, times $4D$
+# bytes. The library's balance places the images; a later section explains it.
 
 # %%
 config = KimiVLConfig.preset("tiny")
 config.vision_config.num_hidden_layers = N
 width, grids = config.vision_config.hidden_size, [(12, 14), (4, 10), (8, 8), (2, 6), (6, 10)]
 lengths = [h * w for h, w in grids]
-shares = balance.balance_by_cost(lengths, 2, balance.QuadraticCost.of_flops(config.vision_config)).by_rank
-longest = max(sum(lengths[image] for image in share) for share in shares)
-by_hand = {"data": (1, 4 * 2 * longest * width), "tensor": (2 * N, 2 * N * 4 * sum(lengths) * width)}
-print("images of each rank:", shares, "patches:", [sum(lengths[image] for image in share) for share in shares])
-
-# %%
-on_two = run_ranks(encode_in_modes, 2, config, grids, ["data", "tensor"])
-for mode, (count, size) in by_hand.items():
-    first, second = (rank[mode] for rank in on_two)
-    counted = [(len(one.collectives), sum(each.bytes for each in one.collectives)) for one in (first, second)]
-    print(f"{mode}: equal to one process on both ranks: {max(first.error, second.error) < 1e-5}")
-    print(f"    patches through the blocks of rank 0 and 1: {first.patches} and {second.patches}")
-    print(f"    {counted[0][0]} {first.collectives[0].kind}, bytes by hand {size:,}, counted {counted[0][1]:,}")
-    assert counted == 2 * [(count, size)] and max(first.error, second.error) < 1e-5
+on_two = run_ranks(lesson.encode_in_modes, 2, config, grids, ["data", "tensor"])
+longest = max(rank["data"].patches for rank in on_two)
+by_hand = {"data": 4 * 2 * longest * width, "tensor": 2 * N * 4 * sum(lengths) * width}
+lesson.print_encoded(on_two, by_hand)
 
 # %% [markdown]
 # ### One image on many ranks
 #
-# What does one image cost, data parallel? One rank encodes it; the others wait, and then receive the features by a broadcast. Four processes show it, the plan for eight follows from the same integers.
+# Under data parallel one rank encodes it, and the others wait. Four processes show it:
 
 # %%
-on_four = run_ranks(encode_in_modes, 4, config, [(12, 14)], ["data", "tensor"])
-for mode in ("data", "tensor"):
-    patches, kinds = [rank[mode].patches for rank in on_four], [one.kind for one in on_four[0][mode].collectives]
-    print(f"{mode:6s} patches through the blocks of ranks 0 to 3: {patches}, {len(kinds)} {kinds[0]}")
-    assert max(rank[mode].error for rank in on_four) < 1e-5
-counts = balance.get_dp_encoder_lb_assignment([4096], 8).counts
-print(f"one image on 8 ranks: {counts}, {counts.count(0) / 8:.1%} of the ranks' time is lost")
-print(f"    and each of the other 7 receives {one / 1e6:.1f} MB; tensor parallel sums {2 * N} times as much")
+on_four = run_ranks(lesson.encode_in_modes, 4, config, [(12, 14)], ["data", "tensor"])
+lesson.print_encoded(on_four)
 
 # %% [markdown]
-# ### A list for a tensor
+# On eight ranks, seven would wait. For one image of 4,096 patches, this library and SGLang
+# broadcast 9.4 MB. vLLM, as read, pads and gathers always: $8 \cdot 9.4 = 75$ MB on each rank.
+# (With CUDA graphs vLLM gathers behind the projector, 2,048 numbers a token instead of
+# $4 \cdot 1{,}152$. Then the ratio of bytes is 243 instead of 108.)
 #
-# World size 1 is the case that everybody runs and few test in data-parallel mode. As read in SGLang's [pull request 30869](https://github.com/sgl-project/sglang/pull/30869), Kimi-VL's encoder in data-parallel mode once returned, on one rank, a *list* with a
-# tensor for each image, where the projector needs one packed tensor: the server failed at the first image. The same with our own parts:
-
+# ## Faults: one rank, and the wrong group
+#
+# **A list instead of a tensor.** Data parallel must also work on *one* rank. As read in SGLang's
+# [pull request 30869](https://github.com/sgl-project/sglang/pull/30869), Kimi-VL's encoder then
+# returned a list with a tensor for each image. The projector needs one packed tensor, so the
+# server failed at the first image. `encode_as_before` repeats this fault with our own parts.
 
 # %%
-def encode_as_before(tower, pixel_values, grids, group):
-    """Data parallel with a short cut for one rank that returns another type than the long way."""
-    if group.size() == 1:
-        return split_image_features(tower(pixel_values, grids), grids)
-    return run_dp_sharded_vision_model(tower, pixel_values, grids, group)
+from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
 
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # this process is a world of one rank
+# this process as a world of one rank
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 encoder = KimiVLEncoder(KimiVLConfig.preset("tiny")).eval()
-for encode in (encode_as_before, run_dp_sharded_vision_model):
-    features = encode(encoder.vision_tower, torch.randn(sum(lengths), 3, 14, 14), grids, dist.group.WORLD)
+pixels = torch.randn(sum(lengths), 3, 14, 14)
+for encode in (lesson.encode_as_before, run_dp_sharded_vision_model):
+    features = encode(encoder.vision_tower, pixels, grids, dist.group.WORLD)
     try:
-        projected = f"features {tuple(encoder.multi_modal_projector(features).shape)}"
+        projected = f"works, {tuple(encoder.multi_modal_projector(features).shape)}"
     except TypeError:
         projected = "TypeError"
-    print(f"{encode.__name__:28s} returns a {type(features).__name__}, the projector: {projected}")
-    assert (projected == "TypeError") == (encode is encode_as_before)
+    print(f"{encode.__name__:28s} returns a {type(features).__name__}; projector: {projected}")
 dist.destroy_process_group()
 
 # %% [markdown]
-# The fix is a promise: one packed `(T, 4, D)` tensor at *every* world size, for any number of images; the tests hold 1, 2, 3 and 4 ranks and 0, 1, 3, 5 and 9 images to it.
+# The rule: one packed $(T, 4, D)$ tensor at *every* number of ranks.
 #
-# ### The wrong group
+# **The wrong group.** A server may split its ranks into groups that serve different requests. The
+# weights are cut over a group, and the sums must go over **the same** group. As reported in
+# [SGLang's issue 34442](https://github.com/sgl-project/sglang/issues/34442), Kimi-VL on four
+# ranks in two groups cut its layers over two ranks and summed over all four. The first image
+# stopped the server. In our code the fault is one assignment:
 #
-# Servers often split their ranks into groups that serve different requests. Then weights are cut over a group, and the sum must go over **the same** group. As reported in
-# [SGLang's issue 34442](https://github.com/sgl-project/sglang/issues/34442), Kimi-VL on four ranks in two groups cut its layers over two and reduced over four: the first image stopped the server. With our layers, whose group is an explicit argument, the fault
-# is one line: `layer.group = everyone`. Ranks 0 and 1 share an encoder, ranks 2 and 3 another.
+# ```python
+# for layer in encoder.modules():
+#     if isinstance(layer, RowParallelLinear):  # the layers that end in an all-reduce
+#         layer.group = everyone  # they were cut over half of the ranks
+# ```
+#
+# Ranks 0 and 1 share one encoder, ranks 2 and 3 another one. We run the right way once and the
+# fault twice.
+#
+# **Your guess.** With the fault, and images in *both* halves: what happens?
+
+# %%
+fault_guess = guess("fault, images in both halves", None, choices=lesson.OUTCOMES)
 
 # %%
 cases = {  # which halves have images, whether the sums go over all ranks, time-out in seconds
-    "reduce over the half": ((True, False), False, 20.0),
-    "reduce over all, both halves have images": ((True, True), True, 20.0),
-    "reduce over all, one half has images": ((True, False), True, 2.0),
+    "sum over the half": ((True, False), False, 20.0),
+    "sum over all, both halves have images": ((True, True), True, 20.0),
+    "sum over all, only one half has images": ((True, False), True, 2.0),
 }
-small = KimiVLConfig.preset("tiny")
-outcomes = [run_ranks(encode_in_halves, 4, small, [(8, 8), (4, 6)], *case) for case in cases.values()]
-for words, ranks in zip(cases, outcomes, strict=True):
-    print(words)
-    for rank, outcome in enumerate(ranks):
-        if isinstance(outcome, float):
-            outcome = "features right" if outcome < 1e-5 else "features WRONG, and no error"
-        print(f"    rank {rank}: {getattr(outcome, 'words', outcome) or 'no images'}")
-right, mixed, stuck = outcomes
-assert max(right[:2]) < 1e-5 and min(mixed) > 0.01
-assert [outcome.missing for outcome in stuck[:2]] == [[2, 3], [2, 3]] and stuck[2:] == [None, None]
+small, found = KimiVLConfig.preset("tiny"), {}
+for words, case in cases.items():
+    found[words] = run_ranks(lesson.encode_in_halves, 4, small, [(8, 8), (4, 6)], *case)
+    print(words, *map(lesson.outcome_words, found[words]), sep="\n    ")
+print("your guess for the second case:", fault_guess.value)
+stuck = found["sum over all, only one half has images"]
 
 # %% [markdown]
-# With images in both halves nothing stops, and that is worse: the sums mix two requests. With images in one half its ranks wait for others that have nothing to encode and never come. A group with a finite time-out ends the wait, here after
-# two seconds. gloo does not say who was missing, so the ranks that are there hold a roll call, and the error names the others: with two names the cause is found, without them somebody searches four
-# logs.
+# With images in both halves, nothing stops: the sums mix two requests, and no rank reports an
+# error. With images in one half, its ranks wait for two ranks that have nothing to encode. Only a
+# *finite time-out* ends this wait, here after two seconds. Then the library holds a roll call,
+# and the error names the missing ranks.
 #
-# ## Measure
+# ## Balance: which rank gets which image
 #
-# ### Who gets which image
+# Data parallel is as slow as its slowest rank. The engines balance **by patches**: they take the
+# largest image first and give each image to the rank that has the fewest patches so far. But
+# attention costs the *square* of an image's patches. A balance **by cost** counts the square too,
+# and then moves images away from the slowest rank.
 #
-# Data parallel is as slow as its slowest rank. The engines balance by patches: largest image first, each to the rank with the fewest patches so far. But attention costs the square of an image's patches. Three balances, and the work
-# of the published tower in FLOPs: round robin; by patches; and by cost, which knows the square and then moves and swaps images away from the slowest rank.
+# An example by hand, two ranks: one image of 16,384 patches and four of 4,096. By patches, each
+# rank gets 16,384 patches. A patch costs 0.82 GFLOP in the linear maps, and a pair of patches
+# costs $4ND = 124{,}416$ FLOP in attention:
+#
+# | | linear maps | attention | sum |
+# |---|---|---|---|
+# | rank 0: $1 \cdot 16{,}384$ | 13.5 TFLOP | $16{,}384^2$ pairs: 33.4 TFLOP | 46.9 TFLOP |
+# | rank 1: $4 \cdot 4{,}096$ | 13.5 TFLOP | $4 \cdot 4{,}096^2$ pairs: 8.3 TFLOP | 21.8 TFLOP |
+#
+# **Your guess.** Which part of both ranks' time is idle, in %?
 
 # %%
-cost = balance.QuadraticCost.of_flops(full)
-balances = {
-    "round robin": balance.round_robin_assignment,
-    "by patches": balance.get_dp_encoder_lb_assignment,
-    "by cost": partial(balance.balance_by_cost, cost=cost),
-}
-workloads = ("coco_val2017", "device_screens", "cameras", "receipts")
-drawn = [size for workload in workloads for size in draw_sizes(workload, 8 * 40, seed=0)]
-real = [image_geometry(*size, in_token_limit=16384).patches for size in drawn]
-random.Random(0).shuffle(real)
-real = [real[start : start + 32] for start in range(0, len(real), 32)]  # 40 batches
-panels, bounds = {}, {}
-for words, sizes, ranks in [("giant", [16384] + 4 * [4096], 2), ("real", real[0], 4)]:
-    bounds[words] = balance.lower_bound([cost(n) for n in sizes], ranks) / 1e12
-    panels[words] = {
-        name: [[(sizes[image], cost(sizes[image]) / 1e12) for image in rank] for rank in place(sizes, ranks).by_rank]
-        for name, place in balances.items()
-    }
+idle_guess = guess("idle time of both ranks", None, unit="%")
 
 # %%
+giant = [16384] + 4 * [4096]
+panels = lesson.schedules(full, giant, 2)
+compare(Comparison(idle_guess, predicted=lesson.idle_percent(panels["by patches"])))
+note = f"one image of 16,384 patches and four of 4,096  ·  {plots.COUNTED}"
 words = {"axis": "work of a rank, TFLOP", "title": "Equal in patches is not equal in work"}
-words["subtitle"] = f"one image of 16,384 patches and four of 4,096, published tower  ·  {plots.COUNTED}"
-fig, axes = parallel.schedule(panels["giant"], bounds["giant"], **words)
+fig, axes = parallel.schedule(panels, lesson.bound(full, giant, 2), subtitle=note, **words)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* a bar is an image, hatched is waiting. By patches both ranks get 16,384, but not the same work, since one square is four times four small ones. Yet no balance does better: sharing out images divides no image.
-# Cutting the layers does.
+# *How to read it:* a bar is an image; hatched is idle. The number in a bar is its patches. The
+# dashed line is the least that the slowest rank can have. Here no balance is better than "by
+# patches", because sharing out images divides no image. Cutting the layers does.
 #
-# Real sizes next: four ranks, 32 images, under a limit of 16,384 patches. Below the picture 40 such batches, and the worst that a giant among small images can do.
+# Now real sizes: batches of 32 photographs, screens, camera files and receipts. Kimi-VL's limit
+# is 4,096 patches an image.
 
 # %%
-words = {"axis": "work of a rank, TFLOP", "title": "Real sizes: by patches is close, by cost is there"}
-words["subtitle"] = f"32 images on 4 ranks: photographs, screens, camera files, receipts  ·  {plots.COUNTED}"
-fig, axes = parallel.schedule(panels["real"], bounds["real"], **words)
-plt.show()
-print("slowest rank over the bound   ", "".join(f"{name:>12s}" for name in balances))
+print("slowest rank over the least possible ", "".join(f"{name:>13s}" for name in lesson.BALANCES))
 for words, many, ranks in [
-    ("40 batches of real sizes", real, 4),
-    ("16,384 and 32 of 1,024", [[16384] + 32 * [1024]], 2),
+    ("40 batches, limit 4,096, 4 ranks", lesson.real_batches(4096), 4),
+    ("40 batches, limit 16,384, 4 ranks", lesson.real_batches(16384), 4),
+    ("16,384 and 32 of 1,024, 2 ranks", [[16384] + 32 * [1024]], 2),
 ]:
-    over = {name: [] for name in balances}
-    for sizes in many:
-        costs = [cost(n) for n in sizes]
-        for name, place in balances.items():
-            loads = [sum(costs[image] for image in rank) for rank in place(sizes, ranks).by_rank]
-            over[name].append(max(loads) / balance.lower_bound(costs, ranks) - 1)
-    print(f"{words:30s}", "".join(f"{mean(values):12.1%}" for values in over.values()))
-    assert all(c <= p + 1e-9 for c, p in zip(over["by cost"], over["by patches"], strict=True))
+    excess = lesson.mean_excess(full, many, ranks).values()
+    print(f"{words:37s}", "".join(f"{value:13.1%}" for value in excess))
+real = lesson.real_batches(4096)[0]
+words = {"axis": "work of a rank, TFLOP", "title": "On real sizes the balance by patches is close"}
+words["subtitle"] = f"32 images of at most 4,096 patches and padding, 4 ranks  ·  {plots.COUNTED}"
+panels, least = lesson.schedules(full, real, 4), lesson.bound(full, real, 4)
+fig, axes = parallel.schedule(panels, least, **words)
+plt.show()
 
 # %% [markdown]
-# *How to read it:* the dashed line is the least that the slowest rank can do, whatever the balance. Round robin misses it by far; by patches the ends are a little ragged, since most of these images are alike; by cost they are straight.
+# *How to read it:* as above. Round robin gives image $i$ to rank $i$ modulo $R$. For an operator:
+# the engines' balance loses 2 to 3 % on real sizes, so leave it as it is. It loses much only when
+# one giant image comes with many small ones.
 #
-# ### A model of the time
+# ## Model: the time of a batch
 #
-# Everything that a batch costs follows from its images' patches $n_j$, so a few rates are enough:
+# The time of a batch follows from the patches $n$ of each image and a few rates. One image costs
+# the rank that encodes it
 #
-# $$t_\text{data} = c + \max_r \sum_{j \in r} \left(i + (p + l)\,n_j + a\,n_j^2\right) + \text{gather} \qquad t_\text{tensor} = c + \sum_j \left(i + p\,n_j + \frac{l\,n_j + a\,n_j^2}{R}\right) + 2N \cdot \text{all-reduce}$$
+# $$t_\text{one}(n) = t_\text{image} + (t_\text{patch} + t_\text{linear})\,n + t_\text{pair}\,n^2$$
 #
-# $l$ and $a$, linear layers and attention, are divided by tensor parallel; $p$, what every rank does for every patch (norms, residuals, embedding), is not. A collective takes a latency a step, a time a byte, and the wait
-# for ranks that never come quite together. All are fitted on some batches, measured now on two ranks, and must then predict *others*, among them one that is placed by all three balances.
+# Tensor parallel divides $t_\text{linear}$ (the linear maps) and $t_\text{pair}$ (attention) by
+# $R$. It does not divide $t_\text{patch}$: norms, residuals and the patch embedding run in full
+# on each rank. Then
+#
+# $$t_\text{data} = t_\text{call} + \max_r \sum_{\text{images of } r} t_\text{one}(n) + t_\text{gather}$$
+#
+# $$t_\text{tensor} = t_\text{call} + \sum_{\text{all images}} \left(t_\text{image} + t_\text{patch}\,n + \frac{t_\text{linear}\,n + t_\text{pair}\,n^2}{R}\right) + 2N\,t_\text{all-reduce}$$
+#
+# Each collective costs
+#
+# $$t_\text{collective} = \text{steps} \cdot t_\text{step} + \text{bytes sent} \cdot t_\text{byte} + t_\text{wait}$$
+#
+# where $t_\text{wait}$ is the wait until the last rank is there.
+#
+# **By hand.** One image of 4,096 patches on 8 H100, with rates from the data sheet (the section
+# on GPUs prints them). A forward on one GPU takes 12.1 ms: 2.9 ms that are not divided, and 9.2
+# ms that are. One all-reduce takes 0.059 ms. So tensor parallel takes
+# $2.9 + 9.2/8 + 54 \cdot 0.059 = 7.2$ ms. Data parallel takes 12.1 ms and a broadcast: seven GPUs
+# wait.
+#
+# **Your code.** Write the time of tensor parallel for any number of ranks, with 27 blocks.
+
 
 # %%
-tiny, modes = MoonViTConfig.preset("tiny"), ["single", "data", "tensor"]
-fit_on = [[(8, 8)], [(16, 16)], [(32, 32)], [(40, 40)], [(8, 8)] * 16, [(16, 16)] * 8, [(28, 28)] * 3]
-check_on = [[(24, 24)], [(46, 46)], [(12, 12)] * 10, [(28, 32), (20, 24), (12, 16)]]
-uneven = [[(24, 24), (8, 8)] * 4]
-collectives = run_ranks(time_collectives, 2, [2**power for power in range(12, 23)], 5)[0]
-fitted = run_ranks(time_modes, 2, tiny, fit_on, modes, 3)[0]
-checked = run_ranks(time_modes, 2, tiny, check_on, modes, 3)[0]
-checked += run_ranks(time_modes, 2, tiny, uneven, ["data, round robin", "data, by patches", "data"], 3)[0]
-points = [point for batch in fitted for point, _ in batch.values()]
-source = plots.measured_on("cpu", "tiny preset, float32, 2 ranks of 1 thread")
-model = fit_cost_model(tiny, torch.float32, points, collectives, source=source)
+def tensor_ms(not_divided, divided, all_reduce, ranks):
+    """All in ms."""
+    return ...
+
+
+from kimivl_lab.gpus import find_gpu
+from kimivl_lab.parallel.gpu_rates import cost_model_of_gpu
+
+h100, l40s = (cost_model_of_gpu(full, find_gpu(name)) for name in ("H100", "L40S"))
+cases = []
+for gpu, R in [(h100, 8), (h100, 2), (l40s, 4)]:
+    parts, ms = lesson.tensor_parallel_parts(gpu, 4096, R), gpu.predict("tensor", [4096], R)
+    cases.append(((*parts, R), 1e3 * ms.seconds))
+hint = "two all-reduces in each of 27 blocks; only the second argument is divided"
+check_function("ms under tensor parallel", tensor_ms, cases, rtol=1e-6, hint=hint)
+
+# %% [markdown]
+# ## Measure: two ranks on this machine
+#
+# The rates of this machine come from a fit: some batches are timed on two ranks, and the rates
+# are chosen so that the formula comes close. Then the formula must predict *other* batches.
+#
+# **Your guesses.** How many times as fast as one rank are two ranks, with a small tower? Once for
+# one image of 46 x 46 patches under tensor parallel, once for ten images of 12 x 12 under data
+# parallel.
+
+# %%
+tensor_guess = guess("one large image, tensor parallel", None, unit="times as fast")
+data_guess = guess("ten small images, data parallel", None, unit="times as fast")
+
+# %%
+tiny = MoonViTConfig.preset("tiny")
+fit_on = [[(side, side)] for side in (8, 16, 32, 40)]
+fit_on += [[(8, 8)] * 16, [(16, 16)] * 8, [(28, 28)] * 3]
+check_on = [[(46, 46)], [(12, 12)] * 10, [(24, 24)], [(28, 32), (20, 24), (12, 16)]]
+uneven = [(24, 24), (8, 8)] * 4
+model, fitted, checked = lesson.measure_two_ranks(tiny, fit_on, check_on, uneven)
 
 # %% tags=["nbval-ignore-output"]
-print("batch (patches)          way               predicted ms   measured ms (p20 to p80)   ratio")
-for batch in checked:
-    for way, (point, t) in batch.items():
-        predicted = 1e3 * model.predict(point.mode, point.sizes, point.ranks, point.by_rank).seconds
-        sizes = ", ".join(map(str, point.sizes[:3])) + ", .." * (len(point.sizes) > 3)
-        spread = f"{t.p50_ms:9.1f} ({t.p20_ms:.1f} to {t.p80_ms:.1f})"
-        print(f"{sizes:24s} {way:17s} {predicted:10.1f}     {spread:26s} {predicted / t.p50_ms:5.2f}")
-errors = [abs(error) for error in prediction_errors(model, [point for batch in checked for point, _ in batch.values()])]
-faster = [min(("data", "tensor"), key=lambda mode: batch[mode][0].seconds) for batch in checked[:-1]]
-chosen = [model.choose(batch["data"][0].sizes, 2) for batch in checked[:-1]]
-print(f"median error {median(errors):.0%}; faster as measured: {faster}, as the model chooses: {chosen}")
+lesson.print_rates(model, h100)
+
+# %% tags=["nbval-ignore-output"]
+lesson.print_predictions(model, checked)
+print()
+for guessed, batch, mode in [(tensor_guess, 0, "tensor"), (data_guess, 1, "data")]:
+    compare(Comparison(guessed, *lesson.gains(model, checked[batch], mode)))
 
 # %%
-pairs = [{mode: [] for mode in modes} for _ in range(2)]
-for group, timed in zip((checked, fitted), pairs, strict=True):
-    for point, timing in (measured for batch in group for measured in batch.values()):
-        predicted = model.predict(point.mode, point.sizes, point.ranks, point.by_rank).seconds
-        timed[point.mode].append((timing, 1e3 * predicted))
-title = f"Batches that the model has not seen: half are predicted to within {median(errors):.0%}"
+errors = lesson.median_errors(model, checked)
+source = plots.measured_on("cpu", "tiny preset, float32, 2 ranks of 1 thread")
+words = ", ".join(f"{errors[mode]:.0%} for {mode}" for mode in ("tensor", "data"))
+title = f"Batches that were not in the fit: median error {words} parallel"
+pairs = (lesson.timed_pairs(model, measured) for measured in (checked, fitted))
 fig, axes = cost_model.predicted_against_measured(*pairs, band=0.15, title=title, subtitle=source)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* on the line the prediction is right, in the band it is off by less than 15 %; an upright line is the spread of the measurement; grey marks were used for the fit. A mark far off is a batch that something
-# else on this machine disturbed, or that the formula does not understand: repeat it to know which. Where data and tensor parallel are nearly equal the
-# choice may not be the clock's, and loses nearly nothing.
+# *How to read it:* on the line the prediction is right, in the band it is off by less than 15 %.
+# Hollow grey marks were used for the fit. An upright line is the spread. A long line, or a mark
+# far off, says that this machine was busy with something else: run the cells again. Where both
+# ways are nearly equal, the model may choose the slower one, and that costs little.
 #
-# ### Where they cross
-
-# %% tags=["headline"]
-sizes, counts = [64, 256, 576, 1024, 1600, 2304, 4096, 8192], [1, 2, 3, 4, 5, 6, 8, 16]
-ratios = {
-    "2 ranks, as fitted": model.crossover(sizes, counts, 2),
-    "4 ranks, simulated": model.crossover(sizes, counts, 4),
-}
-title = "One large image: cut the layers; several images: share them out"
-fig, axes = cost_model.crossover_map(ratios, sizes, counts, title=title, subtitle=source)
-plt.show()
-
-# %% [markdown]
-# *How to read it:* below and to the right of the line tensor parallel is predicted to be faster. One small image is not worth an all-reduce a layer; one large image is; as soon as every rank has images of its own, sharing them out wins. A count just
-# above a multiple of the ranks leaves some idle, and the line bulges there. A batch can go either way if the weights are there once and tensor parallel works on views of them: that is `encoder_parallel="auto"`, which asks this model on
-# every rank, about the same integers, so that all choose alike.
-#
-# ### Recorded: a deeper tower, and auto
-#
-# The project's record holds `auto` beside the modes, on batches that the model was not fitted to.
+# `set_encoder_parallel("auto", group)` of this library computes the model before each batch and
+# runs the faster way. (The engines run one way for all batches.) A record of a deeper tower on an
+# idle machine shows how well it chooses.
 
 # %%
-from kimivl_lab.bench.parallel import summary
-from kimivl_lab.measure.records import find_record, read_record
+from kimivl_lab.plots.floor import recorded_on
 
-records, origin = read_record(find_record("parallel", data_path("measurements"), device="cpu-*", dtype="float32"))
-swept, auto = [row for row in records if row["phase"] == "sweep"], summary(records)["auto_over_best"].values()
-title = f"Auto within 5% of the better mode in {sum(ratio < 1.05 for ratio in auto)} of {len(auto)} recorded batches"
-note = floor.recorded_on(origin, f"{origin['preset']} preset, float32, {swept[0]['ranks_count']:.0f} ranks of one thread, median and p20 to p80")
+swept, origin, close = lesson.recorded_sweep()
+title = f"Auto is within 5 % of the faster way in {close} recorded batches"
+note = recorded_on(origin, f"{origin['preset']} preset, float32, median and p20 to p80")
 fig, ax = parallel.recorded_modes(swept, title=title, subtitle=note)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* further left is faster, from the batches that cutting helps most down to those that sharing out does; on the line at 1 a second rank is worth nothing, on the dashed one nothing of it is lost, and a hollow mark is what the model said.
-# Auto runs one of the two modes, so what separates it from its own choice is the clock, and the views it works on; where the modes' spreads meet, a wrong choice costs little.
+# *How to read it:* further left is faster. At the line at 1, a second rank gains nothing; at the
+# dashed line it halves the time. The first batches gain most from tensor parallel, the last from
+# data parallel. The triangle is auto: it stands near the way that it chose (right column).
 #
-# ### More ranks, by simulation
+# ## GPUs: NVLink, PCIe, and your own server
 #
-# The published tower in bfloat16, on ranks with assumed rates: round numbers for a data-centre GPU and its links (`kimivl_lab.parallel.cost_model`). They give the shape, not the milliseconds.
+# The next maps are *predicted*, not measured: from data sheets, and from assumed latencies and
+# shares of them. Read these rates first, because the maps follow from them.
 
 # %%
-assumed = assumed_cost_model(full, torch.bfloat16, "cuda")
-batches = {"1 image of 4,096 patches": [4096], "1 image of 16,384": [16384], "32 images of 1,024": [1024] * 32}
-curves = {words: simulate_scaling(assumed, sizes) for words, sizes in batches.items()}
-fig, axes = cost_model.scaling(curves, title="Simulated: many images fill the ranks", subtitle=assumed.source)
-maps = {f"{ranks} ranks, simulated": assumed.crossover([*sizes, 16384], counts, ranks) for ranks in (2, 8, 16)}
-title = "Simulated: the more ranks, the larger an image must be to be cut"
-fig, axes = cost_model.crossover_map(maps, [*sizes, 16384], counts, title=title, subtitle=assumed.source)
+lesson.print_gpu_rates(("H100", "A100", "L40S"), patches=4096, counts=(2, 4, 8))
+
+# %% [markdown]
+# Two links, and two kinds of all-reduce:
+#
+# - **NVLink** connects every GPU of a server with every other one. vLLM and SGLang have an
+#   all-reduce for it that takes **two steps for any number of ranks** ("two-shot": each rank sums
+#   one part of the tensor, then all fetch all parts). For 8 H100: $2 \cdot 5$ µs and
+#   $1.75 \cdot 9.44$ MB at 337.5 GB/s are $10 + 49 = 59$ µs.
+# - **PCIe** is shared, and GPUs send in a **ring of $2(R - 1)$ steps**. For 8 L40S: $14 \cdot 10$
+#   µs and $1.75 \cdot 9.44$ MB at 19.2 GB/s are $140 + 860 = 1{,}000$ µs. A forward has 54
+#   all-reduces.
+#
+# **Your rates.** Type yours into the cell below the guesses. Run `all_reduce_perf` of
+# `nccl-tests`: `link_bytes_per_s` is its bus bandwidth (`busbw`) at a large size, `link_s` is the
+# time of a small size divided by $2(R - 1)$. The start values are fast GPUs with a slow ring.
+#
+# **Your guesses.** One image of 4,096 patches on 8 GPUs: which way is faster, over NVLink and
+# over PCIe?
+
+# %%
+nvlink_guess = guess("one image, 8 H100 over NVLink", None, choices=("tensor", "data"))
+pcie_guess = guess("one image, 8 L40S over PCIe", None, choices=("tensor", "data"))
+
+# %%
+from kimivl_lab.parallel.cost_model import MachineRates, cost_model_by_formula
+
+my_rates = MachineRates(
+    flops_per_s=3e14, bytes_per_s=2e12, launch_s=6e-6, link_s=1e-5, link_bytes_per_s=1e11
+)
+mine = cost_model_by_formula(full, torch.bfloat16, my_rates, "typed in")
+
+# %% tags=["headline"]
+sizes, counts = [256, 1024, 4096, 9216, 16384], [1, 2, 3, 4, 6, 8, 16]
+ratios = {
+    "8 H100, NVLink": h100.crossover(sizes, counts, 8),
+    "8 L40S, PCIe": l40s.crossover(sizes, counts, 8),
+    "8 of yours": mine.crossover(sizes, counts, 8),
+}
+title = "One large image gains from tensor parallel over NVLink, and not over PCIe"
+note = "published tower, bfloat16; predicted from data sheets and the assumptions above"
+fig, axes = cost_model.crossover_map(ratios, sizes, counts, title=title, subtitle=note)
+plt.show()
+for guessed, gpu in ((nvlink_guess, h100), (pcie_guess, l40s)):
+    print(f"{guessed.quantity}: predicted {gpu.choose([4096], 8)}, your guess {guessed.value}")
+
+# %% [markdown]
+# *How to read it:* the number in a cell is the time of tensor parallel divided by the time of
+# data parallel. 0.59 means that tensor parallel takes 59 % of the time; 2.00 means twice the
+# time. Inside the thick line tensor parallel is faster.
+#
+# Over NVLink, one or two images of 4,096 patches are faster with tensor parallel. Small images
+# are not: 54 all-reduces cost more than the division saves. Over PCIe, data parallel wins
+# everywhere, by up to 14 times (0.99 is a tie). With the start values of "yours" (14 slow steps)
+# one image of 4,096 patches gains nothing. So the link decides: measure yours. (MoonViT has 16
+# heads, and a head is not cut, so tensor parallel ends at 16 ranks.)
+#
+# ## Published: what others measured
+#
+# Some published benchmarks compare both ways. A prediction needs the GPU, the encoder and the
+# number of patches; the picture shows the cases that state all three.
+
+# %%
+from kimivl_lab.lessons.published import parallel_cases
+from kimivl_lab.plots.published import predicted_against_published
+
+cases = parallel_cases()
+verdicts = [case.verdict for case in cases]
+title = f"The direction is right in {verdicts.count('right')} of {len(cases)} published cases"
+note = f"{verdicts.count('open')} open, {verdicts.count('miss')} misses; three encoders on 8 MI300X"
+panel = {"Data parallel over tensor parallel": ("predicted: encoder, times as fast", cases)}
+fig, axes = predicted_against_published(panel, title=title, subtitle=note)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* every mark is simulated. Above: one image on eight ranks gains nothing from data parallel, seven wait; tensor parallel helps until the all-reduces, which grow with the ranks, eat what the division saves, and a larger image carries
-# it further; many images follow the dotted line until they run out. Below: with more ranks the corner of tensor parallel shrinks, since a rank's share of one image is too little work to pay for the all-reduces.
+# *How to read it:* across stands the predicted range for the encoder, up stands what was
+# published. In a shaded area the direction is right. The published numbers are those of a *whole
+# server*, of which the encoder is a part: its predicted 2 to 4 times became 1.0 to 1.4 times the
+# throughput.
+#
+# The misses: Qwen3-VL with several small images, where data parallel changed nothing. Perhaps the
+# encoder is a small part of that server's time; this was not measured. In no published case was
+# tensor parallel clearly ahead. Without a prediction: 1.4 times (vLLM 23909), about 3 times for
+# the encoder alone (18368).
 #
 # ## What to remember
 #
-# - Columns, then rows: a column cut keeps whole numbers for GELU and attention, a row cut leaves one sum. Two all-reduces a layer; the bias once, after the sum; `wqkv` by heads.
-# - $2N$ all-reduces of $L \times D$ against one gather of as much: 54 to 1 in tensors, 108 to 1 on the wire.
-# - As many images as ranks, or many more: share them out, by cost. One large image: cut the layers. One small image: nothing helps.
-# - One type at every world size; one group for cutting and for summing; a finite time-out, and an error that names who is missing.
+# - Columns, then rows: complete values for GELU and heads, then one sum. Two all-reduces a block.
+#   The bias once, after the sum.
+# - 54 all-reduces against one gather of the same size: 108 times the bytes sent.
+# - Several images in a call: share them out. One large image: cut the layers, if the GPUs have a
+#   fast link such as NVLink. Over PCIe: share out (predicted).
+# - One packed tensor at every number of ranks. One group for cutting and for summing. A finite
+#   time-out, and an error that names the missing ranks.
 
 # %% tags=["result"]
-summed, gathered = by_hand["tensor"][1], by_hand["data"][1]
-print(f"Bytes by hand = counted: {2 * N} all-reduces of {summed:,} together, one gather of {gathered:,}.")
-print(f"Cut over two ranks, summed over four: they wait in vain, and the error names ranks {stuck[0].missing}.")
+print(f"Bytes by hand = counted: {2 * N} all-reduces of {by_hand['tensor']:,} together,")
+print(f"one gather of {by_hand['data']:,}. Cut over two ranks and summed over four:")
+print(f"they wait in vain, and the error names ranks {stuck[0].missing}.")
 
 # %% [markdown]
+# ## On Monday
+#
+# You operate a server with Kimi-VL on several GPUs. As read in vLLM 0.32 and SGLang 0.5.23:
+#
+# | decision | vLLM | SGLang | default |
+# |---|---|---|---|
+# | share out images | `--mm-encoder-tp-mode data` | `--mm-enable-dp-encoder` | both cut layers (`weights`; off) |
+# | balance | nothing to set | nothing to set | by patches: leave it |
+# | limit of a wait | `--distributed-timeout-seconds` | `--dist-timeout` | see `--help` |
+#
+# - **PCIe, or several images a call:** set the first line. **NVLink and one large image at a
+#   time:** measure both.
+# - **Memory:** data parallel keeps the whole tower on each GPU, $417$ million weights of 2
+#   bytes = 0.83 GB, instead of $1/R$ of it. That room is taken from the KV cache.
+# - vLLM's `data` falls back to `weights` where a model lacks support. A [pull
+#   request](https://github.com/vllm-project/vllm/pull/53735), open when read, makes `data` the
+#   default: check your release.
+#
+# **Check on your server.** Start it once with the flag and once without, and compare the mean
+# [time to first token](GLOSSARY.md#ttft), for 1 and for 8 images a request:
+#
+# ```text
+# vllm serve moonshotai/Kimi-VL-A3B-Instruct --trust-remote-code --tensor-parallel-size 4 \
+#   --mm-encoder-tp-mode data
+# vllm bench serve --model moonshotai/Kimi-VL-A3B-Instruct --trust-remote-code \
+#   --backend openai-chat --endpoint /v1/chat/completions --dataset-name random-mm \
+#   --random-mm-base-items-per-request 8 --random-mm-bucket-config '{(896, 896, 1): 1.0}' \
+#   --random-mm-limit-mm-per-prompt '{"image": 8, "video": 0}' --random-output-len 1 \
+#   --num-prompts 100 --max-concurrency 1
+# ```
+#
 # ## Exercises
 #
-# Solved in [solutions/50_tp_versus_dp__SOLUTION.ipynb](solutions/50_tp_versus_dp__SOLUTION.ipynb).
+# Solutions, with the steps:
+# [solutions/50_tp_versus_dp__SOLUTION.ipynb](solutions/50_tp_versus_dp__SOLUTION.ipynb).
 #
-# **1.** Write the engines' balance: largest image first, each to the rank with the fewest patches so far, the lowest rank if several have as few.
+# ### 1. The engines' balance
+#
+# Largest image first; each goes to the rank that has the fewest patches so far. Of equal images
+# the one with the lower number comes first, and of equal ranks the lower one gets it. Return the
+# image numbers of each rank, in the order in which they were placed.
 
 
 # %%
 def largest_first(sizes, ranks):
-    return None  # for each rank the numbers of its images
+    return ...
 
 
-if largest_first([5, 3], 2) is None:
-    print("not answered yet")
-else:
-    assert largest_first([1000, 100, 200, 50], 2) == [[0], [2, 1, 3]]
-    for sizes in real:
-        assert largest_first(sizes, 4) == balance.get_dp_encoder_lb_assignment(sizes, 4).by_rank
+from kimivl_lab.parallel.balance import get_dp_encoder_lb_assignment
+
+batches_1 = [((1000, 100, 200, 50), 2), ((5, 5, 5), 2), (tuple(real[:9]), 4), ((7,), 3)]
+check_function(
+    "images of the ranks",
+    largest_first,
+    {each: get_dp_encoder_lb_assignment(*each).by_rank for each in batches_1},
+    hint="sort the image numbers by size and keep the order of equals; then find the least load",
+)
 
 # %% [markdown]
-# **2.** Another encoder has 32 blocks of width 1,280 and runs in bfloat16. How many bytes do the all-reduces of one forward sum, for one image of 4,096 patches?
+# ### 2. Bytes of another encoder
+#
+# Another encoder has 32 blocks, 1,280 features and 16 heads, and runs in bfloat16. How many bytes
+# do all the all-reduces of one forward sum, for one image of 4,096 patches? (Count the tensors,
+# not what a ring sends.)
 
 # %%
 answer_2 = None  # bytes
 
-if answer_2 is None:
-    print("not answered yet")
-else:
-    other = MoonViTConfig.preset("kimi-vl-a3b", num_hidden_layers=32, hidden_size=1280, num_attention_heads=16)
-    assert answer_2 == TowerWork.of(other, torch.bfloat16).tensor_parallel_bytes([4096])
+other = MoonViTConfig.preset("kimi-vl-a3b", num_hidden_layers=32, hidden_size=1280)
+expected = TowerWork.of(other, torch.bfloat16).tensor_parallel_bytes([4096])
+check("bytes", answer_2, expected, hint="all-reduces (two a block) x patches x features x 2")
 
 # %% [markdown]
-# **3.** A server of four ranks gets batches of equal images. From how many images on is data parallel the choice, for this number and every larger one (up to 64)? Ask `model.choose(sizes, ranks)`. Why does the answer for two ranks and images
-# of 16,384 patches exceed the number of ranks?
+# ### 3. From how many images on?
+#
+# A server gets batches of equal images. From how many images on is data parallel faster, for this
+# number and every larger one up to 64? Use `mine.choose([patches] * images, ranks)`, with your
+# own rates.
+#
+# The answer can be larger than the number of ranks. To see why: two ranks share three equal
+# images by data parallel. Which part of both ranks' time is idle?
 
 
 # %%
-def crossover_count(model, patches, ranks):
-    return None  # a number of images
+def data_parallel_from(patches, ranks):
+    return ...
 
 
-if crossover_count(assumed, 4096, 4) is None:
-    print("not answered yet")
-else:
-    for patches, ranks in [(1024, 4), (4096, 4), (16384, 4), (16384, 2)]:
-        count = crossover_count(assumed, patches, ranks)
-        print(f"{ranks} ranks, images of {patches:6,} patches: data parallel from {count} on")
-        assert all(assumed.choose([patches] * more, ranks) == "data" for more in range(count, 65))
-        assert count == 1 or assumed.choose([patches] * (count - 1), ranks) == "tensor"
+idle_part = None  # a number from 0 to 1
+
+pairs = [(1024, 4), (4096, 4), (16384, 4), (16384, 2)]
+expected = {pair: lesson.data_parallel_from(mine, *pair) for pair in pairs}
+hint = "find the largest number for which tensor is chosen, and add one"
+check_function("images", data_parallel_from, expected, hint=hint)
+hint = "one rank has two images, the other has one"
+check("idle part", idle_part, lesson.idle_percent([[(1, 1)], [(1, 1)] * 2]) / 100, hint=hint)
+
+# %% [markdown]
+# ### 4. Three servers (operator)
+#
+# Which value of `--mm-encoder-tp-mode` do you set, "data" or "weights"? Use the maps and the
+# rates above.
+#
+# - **A:** 4 L40S over PCIe; each call has one scan of 4,096 patches.
+# - **B:** 8 H100 over NVLink; one user, one image of 4,096 patches a call.
+# - **C:** 8 H100 over NVLink; many users, 16 images of 1,024 patches a call.
+
+# %%
+answer_4 = None  # three words, for A, B and C
+
+calls = [(l40s, [4096], 4), (h100, [4096], 8), (h100, [1024] * 16, 8)]
+expected = tuple(lesson.tp_mode(gpu, patches, ranks) for gpu, patches, ranks in calls)
+hint = "A: what do 54 all-reduces take over PCIe? B: how many GPUs would wait? C: see the map"
+check("modes of the servers", answer_4, expected, hint=hint)
+
+# %% [markdown]
+# ### 5. ★ A batch that fools the balance by patches
+#
+# Find a batch of at most 64 images, each of 4 to 16,384 patches, for which on two ranks the
+# slowest rank under "by patches" has at least 1.25 times the work that it has under "by cost".
+
+# %%
+batch_5 = None  # a list of patches
+
+check(
+    "by patches has 1.25 times the work, or more",
+    lesson.fools_patches(full, batch_5),
+    True,
+    hint="by cost, one giant image should be as much work as all the other images together",
+)
 
 # %% [markdown]
 # ## References
 #
-# - [Megatron-LM, Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053): column- and row-parallel layers.
-# - [SGLang pull request 30869](https://github.com/sgl-project/sglang/pull/30869): data and tensor parallelism of Kimi-VL's encoder; [issue 34442](https://github.com/sgl-project/sglang/issues/34442): the wrong group.
-# - [vLLM pull request 31738](https://github.com/vllm-project/vllm/pull/31738): data parallelism for MoonViT there.
-# - [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) and [torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html): processes, groups, collectives.
-# - [Graham, Bounds on multiprocessing timing anomalies, 1969](https://doi.org/10.1137/0117039): largest first is at most a third above the optimum.
+# - Column and row cuts: [Megatron-LM](https://arxiv.org/abs/1909.08053).
+# - Kimi-VL's encoder in SGLang: [pull request
+#   30869](https://github.com/sgl-project/sglang/pull/30869); the wrong group: [issue
+#   34442](https://github.com/sgl-project/sglang/issues/34442).
+# - In vLLM: [pull request 31738](https://github.com/vllm-project/vllm/pull/31738) (data parallel
+#   for MoonViT), [23817](https://github.com/vllm-project/vllm/pull/23817) (Kimi-VL, measured),
+#   [optimization guide](https://docs.vllm.ai/en/latest/configuration/optimization/).
+# - `data/published/encoder_parallel.csv`, from [vLLM on
+#   MI300X](https://rocm.blogs.amd.com/software-tools-optimization/vllm-dp-vision/README.html).
+# - Largest first is at most a third above the optimum: [Graham
+#   1969](https://doi.org/10.1137/0117039).
+#
+# Previous: [40 packed attention](40_packed_attention.ipynb) · next: [60 GPU
+# syncs](60_gpu_syncs.ipynb)
