@@ -606,7 +606,7 @@ print(f"they wait in vain, and the error names ranks {stuck[0].missing}.")
 # |---|---|---|---|
 # | share out images | `--mm-encoder-tp-mode data` | `--mm-enable-dp-encoder` | both cut layers (`weights`; off) |
 # | balance | nothing to set | nothing to set | by patches: leave it |
-# | limit of a wait | `--distributed-timeout-seconds` | `--dist-timeout` | see `--help` |
+# | limit of a wait | `--distributed-timeout-seconds` | `--dist-timeout` | release not read: `--help` |
 #
 # - **PCIe, or several images a call:** set the first line. **NVLink and one large image at a
 #   time:** measure both.
