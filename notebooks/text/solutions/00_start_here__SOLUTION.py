@@ -186,20 +186,7 @@ seconds = sum(of.flops for of in one_image.values()) / (h100.flops_per_s / 2)
 check("part of one H100", answer_4, 20 * seconds, rtol=0.02)
 
 # %% [markdown]
-# ### 5. Twice the resolution
-#
-# Twice the width and twice the height are 4 times the patches and tokens. Linear maps cost the
-# same for each patch: 4 times. Attention costs $n^2$: 16 times.
-
-# %%
-answer_5 = (4, 4, 16)
-small, large = ([image_geometry(k * 336, k * 224).patches] for k in (1, 2))
-before, after = stage_work(full, small, 2), stage_work(full, large, 2)
-factors = [after[stage].flops / before[stage].flops for stage in ("MLP", "attention")]
-check("three factors", answer_5, (large[0] / small[0], *factors), rtol=0.01)
-
-# %% [markdown]
-# ### 6. ★ The order of the merge
+# ### 5. ★ The order of the merge
 #
 # A square begins at row $2i$ and column $2j$. Its four patches are at $(2i, 2j)$,
 # $(2i, 2j + 1)$, $(2i + 1, 2j)$, $(2i + 1, 2j + 1)$, and the patch at (row, column) has the
