@@ -135,7 +135,8 @@ plt.show()
 # small case: an axis of 8 table cells, and 5 output positions.
 #
 # **Step 1, where.** Five positions cover the same length as eight cells, so each position is
-# $8/5 = 1.6$ cells wide. Position $j$ has its centre at
+# $8/5 = 1.6$ cells wide. A coordinate $u$ counts cells: the centre of cell 0 is $u = 0$, and its
+# left edge is $u = -\tfrac12$. So position $j$ has its centre at
 #
 # $$u_j = \left(j + \tfrac12\right) \frac85 - \tfrac12, \qquad u_1 = 1.5 \cdot 1.6 - 0.5 = 1.9$$
 #
@@ -153,7 +154,7 @@ plt.show()
 # 1.1: $-0.75 \cdot (1.331 - 6.05 + 8.8 - 4) = -0.061$. A weight can be negative; the four weights
 # sum to 1.
 #
-# **Your guess.** Which weight has the nearest cell, at distance 0.1?
+# **Your guess.** What is the weight of the nearest cell, at distance 0.1?
 
 # %%
 weight_guess = guess("weight at distance 0.1", None)
@@ -172,17 +173,18 @@ fig, axes = position.matrix_line(axis_matrix(5, 8).numpy(), 1, 1.9, curve, title
 plt.show()
 
 # %% [markdown]
-# *How to read it:* left, the weight function stands on the source coordinate 1.9 (dashed), and
-# each of the four cells takes its weight from the curve. Right, the same four weights in line 1
-# of the interpolation matrix $A$ with 5 lines and 8 columns. An output position is the sum of the
-# table's cells, weighted by its line. In line 0 the tap at $-1$ would be outside the table. Its
-# weight goes to the border cell 0, and so does every tap that falls outside.
+# *How to read it:* left, the weight function has its centre at the coordinate 1.9 (dashed). The
+# weight of a cell is the height of the curve at that cell. Right, the same four weights in line 1
+# of the interpolation matrix $A$ with 5 lines and 8 columns. The vector of an output position is
+# the sum of the table's cells, each times its weight in the line. In line 0 the tap at $-1$ is
+# outside the table. Its weight is added to that of the border cell 0. The same is done for every
+# tap outside.
 
 # %% [markdown]
 # **Your code: the whole matrix.** Write the interpolation matrix of one axis with `out_size`
 # lines and `in_size` columns, in float64. The function `keys_weight(distances)` gives the
-# weights. `clamp(0, in_size - 1)` moves a cell outside to the border, where the weights must be
-# *added* (`scatter_add` or a loop).
+# weights. `clamp(0, in_size - 1)` moves a cell that is outside to the border. There the weights
+# must be *added* (`scatter_add` or a loop).
 
 
 # %%
@@ -192,8 +194,8 @@ def my_axis_matrix(out_size, in_size):
 
 
 # %% [markdown]
-# The check compares with torch. A matrix times the unit vectors gives the columns of the matrix,
-# so it is enough to interpolate an identity matrix.
+# The check compares with torch. A matrix times an identity matrix is the matrix itself. So torch
+# interpolates an identity matrix, and the result is its interpolation matrix.
 
 
 # %%
@@ -246,18 +248,19 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* left, a larger $|c|$ dips lower and therefore sharpens more. All curves agree
-# at whole distances. Right, five positions on eight cells. Half-pixel centres lie in the middle
-# of their share of the axis; aligned corners pull the outer positions to the border. MoonViT was
-# trained with $c = -0.75$ and half-pixel centres.
+# at whole distances. Right, five positions on eight cells. With half-pixel centres, each position
+# lies in the middle of its part of the axis. With aligned corners, the outer positions lie on the
+# outer cells. MoonViT was trained with $c = -0.75$ and half-pixel centres.
 
 # %% [markdown]
 # ## Build: four wrong versions
 #
 # Both axes together: $E = A_h \cdot \text{table} \cdot A_w^\top$ for each feature, with one
 # matrix for the rows and one for the columns. `resample` in `kimivl_lab/lessons/resampling.py`
-# does this in float64, with both choices as arguments. So we can make the wrong versions too. The
-# first was a real bug in a port of MoonViT ([mlx-vlm issue
-# 1241](https://github.com/Blaizzy/mlx-vlm/issues/1241)); the others are one argument away.
+# does this in float64, with both choices as arguments. So we can make wrong versions too: the
+# constant $-0.5$, aligned corners, `antialias=True`, and bilinear interpolation (2 taps, straight
+# lines). Each is one argument away from the right one. The constant $-0.5$ was a real bug in a
+# port of MoonViT ([mlx-vlm issue 1241](https://github.com/Blaizzy/mlx-vlm/issues/1241)).
 #
 # **Your guess.** The grid is 32 x 46. Which version differs most from the right one?
 
@@ -283,9 +286,10 @@ fig, axes = position.fault_maps(errors, f"Four near misses on a {grid[0]} x {gri
 plt.show()
 
 # %% [markdown]
-# *How to read it:* a dark patch has a large error. A wrong constant is wrong everywhere, except
-# where a centre meets a cell on both axes (light dots). Aligned corners are right in the middle
-# of the image and drift towards the border.
+# *How to read it:* a dark patch has a large error. A wrong constant and bilinear are wrong
+# everywhere, except where a centre meets a cell on both axes (light dots). Aligned corners are
+# right in the middle of the image, and their error grows towards the border. The antialiased
+# version is wrong everywhere by about the same amount.
 #
 # Could a simple test find them? Three candidates: the shape of the result, its norm, and a
 # comparison at the table's own size.
@@ -359,9 +363,9 @@ plt.show()
 # (dashed). Where 64 divided by the side is a power of two, such as at 32 or 128, the coordinates
 # need no rounding, and torch is as exact as the library. An error of 0, at 64, is not drawn.
 #
-# Models run in [bfloat16](GLOSSARY.md#bfloat16), with about 3 decimal digits. One rounding cannot
-# be avoided there: that of the result. The library computes in float32 and rounds once. If the
-# weights are rounded too, as torch does with a bfloat16 table, the result gets worse:
+# Models run in [bfloat16](GLOSSARY.md#bfloat16), with about 3 decimal digits. The result must be
+# rounded to bfloat16; this cannot be avoided. The library computes in float32 and rounds once. If
+# the weights are rounded too, as torch does with a bfloat16 table, the result gets worse:
 
 # %%
 half = Learnable2DInterpPosEmb(37, 37, 384).bfloat16().eval()
@@ -378,15 +382,16 @@ for words, one in both.items():
 #
 # Take the grid 36 x 46 ($n = 1{,}656$ patches), $D = 1{,}152$ and float32.
 #
-# **FLOPs.** One tap of one feature is a multiplication and an addition, 2 FLOPs.
+# **FLOPs.** One tap of one feature is a multiplication and an addition, 2 FLOPs. `interpolate`
+# sums 4 taps in each of 4 rows, and then the 4 results.
 #
-# | implementation | sums | for 36 x 46 |
+# | implementation | taps | for 36 x 46 |
 # |---|---|---|
 # | `gather` | $16 n$ | $16 \cdot 1{,}656 = 26{,}496$ |
 # | `interpolate` | $(16 + 4)\, n$ | $33{,}120$ |
 # | `separable` | **yours** | **yours** |
 #
-# Each sum has $D$ features, so `gather` does $2 \cdot 1{,}152 \cdot 26{,}496 = 61$ MFLOP.
+# Each tap has $D$ features, so `gather` does $2 \cdot 1{,}152 \cdot 26{,}496 = 61$ MFLOP.
 #
 # **Bytes.** Every implementation must read the cells that the grid needs and write the result. A
 # row of the grid touches at most 4 rows of the table. So the grid 36 x 46 needs all 64 x 64
@@ -483,11 +488,11 @@ plt.show()
 # and it is short for low grids such as 4 x 40, which need few cells. The numbers at the right are
 # torch's time over `separable`'s.
 #
-# torch does hardly more FLOPs than `gather`. But its CPU code fetches indices and weights again
-# for every number of the result. `gather` and `separable` fetch them once for the 1,152 numbers
-# of a cell. On a GPU torch's operator is slow for another reason: each thread walks through all
-# features in a loop ([PyTorch PR 174578](https://github.com/pytorch/pytorch/pull/174578) measures
-# it on Kimi's table).
+# torch does a quarter more FLOPs than `gather`. But its CPU code fetches indices and weights
+# again for every number of the result. `gather` and `separable` fetch them once for the 1,152
+# numbers of a cell. On a GPU torch's operator is slow for another reason: each thread walks
+# through all features in a loop ([PyTorch PR
+# 174578](https://github.com/pytorch/pytorch/pull/174578) measures it on Kimi's table).
 
 # %% [markdown]
 # And `gather` against `separable`: what predicts their times? Two counts are possible, the FLOPs,
@@ -520,7 +525,8 @@ assert misses_of["cells"] < misses_of["FLOPs"]
 # ## What to remember
 #
 # - The rule: constant $-0.75$, half-pixel centres, no antialias, border cells repeated. At the
-#   table's own size every mistake is exact; test a grid that is not square and of another size.
+#   table's own size the four wrong versions give the right result; test a grid of another size
+#   that is not square.
 # - Compute coordinates in float64 or in integers and sums in float32, and round once at the end.
 # - The operator does a few FLOPs for each byte: on a GPU it waits for memory. Written for whole
 #   cells it comes within a few times its byte floor; number by number it does not.
@@ -540,8 +546,8 @@ print("at the table's own size both are exact, so a test there finds neither.")
 #   the position embedding, far above rounding.
 # - **Flag:** vLLM 0.32, as read, has no flag for this operator and recomputes it for each image.
 #   SGLang has the variable `SGLANG_VIT_ENABLE_VECTORIZED_POS_EMBED`, default 1, as read in a copy
-#   of its source: one vectorised call instead of a loop over images. It belongs to the models
-#   that use it; look it up for yours. In this library: `EncoderOptions(position="adaptive")`, or
+#   of its source: one vectorised call instead of a loop over images. Only some models read this
+#   variable; look it up for yours. In this library: `EncoderOptions(position="adaptive")`, or
 #   `"cached"`, which is the default and the topic of [lesson 25](25_position_cache.ipynb).
 # - **Check:** record one request with `torch.profiler` and look for `upsample_bicubic2d`. Divide
 #   its time by that of the whole encoder. Under 1 %: leave it.
@@ -554,7 +560,7 @@ print("at the table's own size both are exact, so a test there finds neither.")
 #
 # ### 1. A line at the border, by hand
 #
-# 32 output positions on 64 cells, $c = -0.75$. What is the weight of cell 0 in line 0? Three
+# 32 output positions on 64 cells, $c = -0.75$. What is the weight of cell 0 in line 0? Give three
 # digits.
 
 # %%
@@ -589,9 +595,9 @@ check(
 # %% [markdown]
 # ### 3. When `adaptive` changes its operator
 #
-# `adaptive` counts cells that are moved. `gather` moves $20hw$ in all: 16 read for each patch,
-# and 4 for the result and its copy. `separable` moves $8\,(\min(64h, 64w) + hw)$ in all. What is
-# the smallest **even** number of patches on the longer side for which `separable` moves less?
+# `adaptive` counts the cells that each operator moves, and takes the operator with fewer. It
+# counts $20hw$ for `gather`, and $8\,(\min(64h, 64w) + hw)$ for `separable`. What is the smallest
+# **even** number of patches on the longer side for which `separable` moves less?
 
 # %%
 answer_3 = None  # patches
@@ -604,8 +610,8 @@ check("longer side", answer_3, side, hint=hint, near={43: "every side of a grid 
 # ### 4. What would a faster operator save? (operator)
 #
 # A CPU server encodes images of the grid 66 x 66, one at a time. The whole encoder takes 2,000 ms
-# with `interpolate`. Which part of the 2,000 ms, in %, do you save with `separable`, if both take
-# the times of the record? The cell prints them.
+# with `interpolate`. The cell prints the recorded times of both operators. Which part of the
+# 2,000 ms, in %, do you save with `separable`?
 
 # %%
 answer_4 = None  # %
