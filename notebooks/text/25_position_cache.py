@@ -28,9 +28,9 @@
 # %% [markdown]
 # ## You will be able to
 #
-# - **compute** the hit rate from which on a cache pays, out of three measured times;
-# - **bound** a cache so that it holds the grids of your traffic, and not more memory than you
-#   gave;
+# - **compute** the hit rate above which a cache pays, from three measured times;
+# - **bound** a cache so that it holds the grids of your traffic and takes no more memory than you
+#   allow;
 # - **show** that a cache never serves an embedding of an old table.
 #
 # ## Needs
@@ -110,9 +110,9 @@ different = set(draw_grids("receipts", 2000))
 compare(Comparison(distinct_guess, measured=len(different)))
 
 # %% [markdown]
-# Sizes repeat in every workload. But the entries of the receipts take four times the memory of
-# the photographs' entries, with about as many grids: receipts are larger. So two things decide:
-# how many entries there are, and how large they are.
+# Sizes repeat in every workload. But receipts and photographs have about as many grids, and the
+# entries of the receipts take four times the memory, because receipts are larger. So two things
+# decide the memory: the number of entries and their size.
 
 # %% [markdown]
 # ## Predict: what does a bound in entries hold?
@@ -134,7 +134,7 @@ largest = {
     "exactly 4,096 patches": 4096,
     "446 x 12, limit 4,096": 446 * 12,
     "exactly 16,384 patches": 16384,
-    "512 x 512, the largest grid of RoPE": 512 * 512,
+    "510 x 510, the largest grid accepted": 510 * 510,
 }
 gib = {words: 256 * mib([(patches, 1)]) / 1024 for words, patches in largest.items()}
 for words, held in gib.items():
@@ -142,22 +142,22 @@ for words, held in gib.items():
 compare(Comparison(gib_guess, predicted=gib["exactly 16,384 patches"]))
 
 # %% [markdown]
-# A bound of 256 entries bounds the memory only together with the largest grid. A bound in bytes
-# bounds it alone. The library's `PositionCache` is bounded in bytes, at 256 MiB unless you say
-# something else.
+# (The processor refuses a side of 512 patches or more.) So 256 entries are a bound of the memory
+# only if the largest grid is known. A bound in bytes needs no such knowledge. The library's
+# `PositionCache` has a bound in bytes, 256 MiB by default.
 
 # %% [markdown]
-# ## Predict: from which hit rate on does a cache pay?
+# ## Predict: above which hit rate does a cache pay?
 #
 # Call the three times $t_{\text{compute}}$ (no cache), $t_{\text{hit}}$ and $t_{\text{miss}}$. A
-# hit is not free: the entry is copied into the batch. A miss costs more than computing without a
-# cache: it also needs fresh memory for the entry, and fills it.
+# hit is not free: the entry is copied into the batch. A miss takes longer than computing without
+# a cache: the entry needs new memory too, and is then copied into the batch.
 #
 # Take 10 ms, 2 ms and 18 ms. At a hit rate of 25 % a lookup takes
 # $0.25 \cdot 2 + 0.75 \cdot 18 = 14$ ms on average, more than the 10 ms without a cache. At 75 %
 # it takes $0.75 \cdot 2 + 0.25 \cdot 18 = 6$ ms.
 #
-# **Your guess.** At which hit rate, in %, is it 10 ms?
+# **Your guess.** At which hit rate, in %, does a lookup take 10 ms on average?
 
 # %%
 even_guess = guess("break-even hit rate for 10, 2 and 18 ms", None, unit="%")
@@ -192,7 +192,7 @@ plt.show()
 # %% [markdown]
 # ## Build: which entry goes first?
 #
-# At its bound, a cache must choose an entry to evict. Two policies:
+# At its bound, a cache must evict an entry. Two policies choose it:
 #
 # - **first in, first out** (FIFO): the entry that was made first. A hit changes nothing. SGLang
 #   0.5.23, as read, does this;
@@ -209,7 +209,7 @@ plt.show()
 # | C | miss, A goes | B C | miss, B goes | A C |
 # | A | miss, B goes | C A | hit | C A |
 #
-# FIFO has 1 hit and LRU has 2.
+# In the columns "holds then", the entry on the left goes next. FIFO has 1 hit and LRU has 2.
 #
 # **Your code.** Count the hits of an LRU cache with room for `entries` keys. A list is enough:
 # the key used last stands at its end.
@@ -230,7 +230,7 @@ check_function("hits of LRU", my_lru_hits, cases, hint=hint)
 # ### Traffic that evicts
 #
 # On real sizes the policy matters only if something is evicted. 2,000 receipts have fewer than
-# 256 grids at the limit of 4,096, so that 256 entries never evict anything. Charts and clip art
+# 256 grids at the limit of 4,096, so a cache of 256 entries never evicts one. Charts and clip art
 # have more grids. Each line below replays 2,000 images with a new cache.
 #
 # **Your guess.** By how many percentage points is the hit rate of LRU above that of FIFO for the
@@ -256,13 +256,14 @@ compare(Comparison(points_guess, measured=100 * gained))
 
 # %% [markdown]
 # Without evictions both policies are equal. With evictions LRU is better, because frequent sizes
-# stay. It is never worse here, but that is no law: see exercise 4.
+# stay. It is never worse here, but it can be worse: see exercise 4.
 
 # %% [markdown]
 # ## Check equality: an entry and its table
 #
-# A wrong hit is worse than a miss. First: a hit returns the same numbers as a computation. And a
-# caller may change its result without changing the entry, because the result is a copy.
+# A hit with wrong numbers is worse than a miss. First, a hit must return the same numbers as a
+# computation. And a caller may change its result without changing the entry, because the result
+# is a copy.
 
 # %%
 module = Learnable2DInterpPosEmb(64, 64, 16).eval()
@@ -280,8 +281,8 @@ print("the hit equals the computation:", torch.equal(hit, computed))
 print(module.cache.stats)
 
 # %% [markdown]
-# Second: the table changes, by training or by loading other weights. Then all entries are wrong.
-# The library compares the table with its state at the last call, before each lookup:
+# Second, the table can change, by training or by loading other weights. Then all entries are
+# wrong. So before each lookup, the library compares the table with its state at the last call:
 #
 # - torch counts the changes that it makes itself: optimisers, `load_state_dict`, in-place
 #   operators. The count is compared.
@@ -312,18 +313,18 @@ for words, change in changes.items():
     print(f"{words:22s} {stale:19.2f}   {seen}")
 
 # %% [markdown]
-# The bare cache serves the embedding of the old table each time, with an error of 67 % or more.
-# The library sees all three changes.
+# The bare cache serves the embedding of the old table each time. Its error is 0.67 to 2. For
+# comparison: two random embeddings that have nothing to do with each other differ by about 1.4.
 
 # %% [markdown]
 # ## Measure: what a hit and a miss cost
 #
-# First your machine, with the published size of the table in float32. "Check" is the comparison
-# of the table alone: on a CPU it reads the table and its copy, 19 MB each, once for a call. It
-# costs the same for every grid.
+# First your machine, with the published size of the table in float32. The column "check" is the
+# time of the comparison of the table alone. On a CPU it reads the table and its copy, 19 MB each,
+# once in each call, whatever the grid. A hit and a miss contain it.
 #
-# **Your guess.** The grid 4 x 40 has 160 patches. From which hit rate on does a cache pay for it
-# on a CPU? (Computing 160 patches is cheap.)
+# **Your guess.** The grid 4 x 40 has 160 patches. Above which hit rate does a cache pay for this
+# grid on a CPU?
 
 # %%
 ranges = ("below 50 %", "above 50 %", "never")
@@ -332,12 +333,9 @@ strip_guess = guess("break-even rate of 4 x 40", None, choices=ranges)
 # %%
 full = Learnable2DInterpPosEmb(64, 64, 1152).to(device).eval()
 _ = full.weight.normal_()
-
-
-def miss(grid):
-    full.cache.clear()
-    return full.get_pos_embeds([grid], implementation="cached")
-
+missing = Learnable2DInterpPosEmb(64, 64, 1152).to(device).eval()
+missing.weight = full.weight
+missing.cache = PositionCache(max_bytes=0)  # it keeps nothing, so each lookup is a miss
 
 # %% tags=["nbval-ignore-output"]
 print(f"{device_name(device)}: ms p50")
@@ -346,7 +344,7 @@ for one in [(4, 40), (36, 46), (66, 66)]:
     runs = {
         "no cache": lambda one=one: full.get_pos_embeds([one], implementation="adaptive"),
         "hit": lambda one=one: full.get_pos_embeds([one], implementation="cached"),
-        "miss": lambda one=one: miss(one),
+        "miss": lambda one=one: missing.get_pos_embeds([one], implementation="cached"),
         "check": lambda: full.cache.watch(full.weight),
     }
     ms = {name: t.p50_ms for name, t in time_interleaved(runs, device=device, repeats=9).items()}
@@ -356,9 +354,9 @@ for one in [(4, 40), (36, 46), (66, 66)]:
 print("your guess for 4 x 40:", strip_guess.value)
 
 # %% [markdown]
-# Note what this table times: each lookup follows a miss, a hit or a computation in random order,
-# so that the entry of a hit is not always in the caches of the processor. That is also how a
-# server finds it. Now the kept [record](GLOSSARY.md#record), with batches of eight real images.
+# The four columns are timed in random order. So other data was used between two hits, and the
+# entry is not always in a cache of the processor (a small fast memory). This is also so on a
+# server. Next comes the kept [record](GLOSSARY.md#record), with batches of eight real images.
 
 # %%
 folder = data_path("measurements")
@@ -373,25 +371,43 @@ needed = {
 paying = [rate for rate in needed.values() if rate <= 1]
 title = f"A cache needs a hit rate of {rate_words(min(paying))} to {rate_words(max(paying))}"
 title += f"; in {len(needed) - len(paying)} cases none pays" if len(paying) < len(needed) else ""
-note = floor.recorded_on(origin, "float32, D = 1,152, median and p20 to p80")
+note = floor.recorded_on(origin, "float32, D = 1,152, p50 and p20 to p80, without the check")
 fig, ax = cache.hit_and_miss(rows, title=title, subtitle=note)
 plt.show()
 
 # %% [markdown]
 # *How to read it:* one line for each batch: one image of the grid h x w, or eight images of a
 # workload. The upright tick is the byte floor of the hit: reading the entries and writing the
-# result. A hit can be above its floor for two reasons: the check of the table is not in the
-# floor, and the result is a new tensor, whose memory the system has to provide. A mark below its
-# floor is possible for a small grid: its entry is still in a cache of the processor. At the right
-# is the hit rate that the cache needs. It is high where the square (miss) is far to the right of
-# the triangle (no cache).
+# result. Most hits are above their floor, because the result is a new tensor, and the system has
+# to provide its memory. The floor is computed from the rate of one large copy, so a hit can also
+# lie a little below it, as for 66 x 66. At the right is the hit rate that the cache needs. It is
+# high where the square (miss) is far to the right of the triangle (no cache).
+
+# %% [markdown]
+# **What is missing in the record.** It was made before the library compared the values of the
+# table on a CPU. Its hits and misses check only the count of changes, as on a GPU. The next cell
+# adds the time of the check: the bytes of the table and of its copy, at the rate of the record's
+# copy.
+
+# %%
+check_ms = 2 * 64 * 64 * 1152 * 4 / origin["copy_gbps"] / 1e6
+print(f"check: {check_ms:.1f} ms    break-even hit rate: recorded   with the check")
+with_check = {}
+for case, rate in needed.items():
+    compute, hit, miss = (time_ms[case, name] for name in ("adaptive", "cache_hit", "cache_miss"))
+    with_check[case] = break_even(compute, hit + check_ms, miss + check_ms)
+    print(f"{case:17s} {rate_words(rate):>31s} {rate_words(with_check[case]):>16s}")
+
+# %% [markdown]
+# On a CPU the cache does not pay for the two smallest grids: the check alone takes longer than
+# computing. It matters little for a batch of eight images, because it runs once in a call.
 
 # %% [markdown]
 # ## Measure: how much memory a good hit rate needs
 #
-# Now the bound. The record replays 20,000 images of each traffic with each policy and many
-# bounds. "Hot and cold" is a mix: four images of five have one of eight sizes, the rest is clip
-# art. "300 sizes, round and round" is a data set that is read in order, again and again.
+# A second record is about the bound. It replays 20,000 images of each traffic with each policy
+# and many bounds. "Hot and cold" is a mix: four images of five have one of eight sizes, the rest
+# is clip art. "300 sizes, round and round" is a data set that is read in order, again and again.
 
 # %% tags=["headline"]
 replayed, _ = read_record(find_record("position_cache", folder))
@@ -406,11 +422,12 @@ fig, axes = cache.hit_rates(replayed, cases, entries=256, mib=256, title=title, 
 plt.show()
 
 # %% [markdown]
-# *How to read it:* compare policies at the same memory, on the same upright line. The dark dots,
-# LRU bounded in bytes, are highest or equal. First in, first out is lowest. The dotted line is
-# the best possible rate, and the dashed line is the library's default of 256 MiB. The ring is a
-# bound of 256 entries: the memory that it takes depends on the traffic. With 300 sizes in a
-# circle, both policies evict each entry before it is needed again, until all 300 fit.
+# *How to read it:* compare policies at the same memory, on the same upright line. The dark
+# dots, LRU bounded in bytes, are highest or equal. First in, first out is lowest. The dotted
+# line is the best possible rate, and the dashed line is the library's default of 256 MiB. The
+# ring is a bound of 256 entries: the memory that it takes depends on the traffic. If 300 sizes
+# come round and round, both policies evict each entry before it is needed again, until the
+# bound holds all 300.
 
 # %% [markdown]
 # ### When the default is too small
@@ -419,40 +436,41 @@ plt.show()
 # one entry of a receipt can take $16{,}384 \cdot 2{,}304$ bytes, 36 MiB, so 256 MiB hold seven.
 
 # %%
-print("receipts, 2,000 images     bound     hit rate   evictions   needed, by the record")
+print("receipts, 2,000 images     bound     hit rate   evictions   needed, with the check")
 near = {4096: "66x66", 16384: "128x128"}  # the recorded grid nearest to a full-size receipt
 for limit, case in near.items():
     grids = draw_grids("receipts", 2000, in_token_limit=limit)
     working_set = mib(set(grids))
     for bound in (256, 1024, 4096):
         one = replay(PositionCache(max_bytes=bound * 2**20), grids)
-        verdict = "pays" if one.hit_rate > needed[case] else "slower than no cache"
+        verdict = "pays" if one.hit_rate > with_check[case] else "slower than no cache"
         print(
             f"limit {limit:6d}, all {working_set:5.0f} MiB {bound:6d} MiB {one.hit_rate:9.3f} "
-            f"{one.evictions:11d}   {rate_words(needed[case]):>6s}: {verdict}"
+            f"{one.evictions:11d}   {rate_words(with_check[case]):>6s}: {verdict}"
         )
 
 # %% [markdown]
 # With 256 MiB the hit rate is 0.754 at the default limit and only 0.216 at 16,384 patches. The
-# last column compares it with the break-even rate that the record has for one full-size image. On
-# your server, compare it with your own. A cache that evicts most of its entries before they are
-# used again can make a server slower. Then there are two answers: give the cache the **working
-# set**, the memory of all grids that come again (650 MiB and 3.8 GiB here), or turn it off with
-# `position="adaptive"`.
+# last column compares it with the break-even rate of one full-size image on the recorded CPU; use
+# the rate of your server. A cache that evicts many entries before they are used again can make
+# the server slower. There are two answers: give the cache the **working set**, the memory of all
+# grids that come again (650 MiB and 3.8 GiB here), or turn it off with `position="adaptive"`.
 
 # %% [markdown]
 # ## What to remember
 #
 # - Keep entries by grid, dtype and device. The number of different grids gives the best hit rate,
-#   and their sum gives the working set.
+#   and the sum of their entries is the working set.
 # - A cache pays above the hit rate
 #   $(t_{\text{miss}} - t_{\text{compute}}) / (t_{\text{miss}} - t_{\text{hit}})$, and never if a
 #   hit takes longer than computing.
-# - Bound a cache in bytes. A number of entries bounds nothing without the largest entry.
-# - LRU keeps frequent sizes. In a circle that is larger than the bound, neither LRU nor FIFO
-#   hits.
-# - Check what the entries were made of before each lookup. On a GPU, announce uncounted changes
-#   with `tower.weights_changed()`.
+# - Bound a cache in bytes. A number of entries is a bound of the memory only if the largest entry
+#   is known.
+# - LRU keeps frequent sizes. If the sizes come round and round and are too large for the bound
+#   together, neither LRU nor FIFO has a hit.
+# - Before each lookup, check that the table is still the one that the entries were made from. On
+#   a CPU this check can take longer than computing a small grid. On a GPU, announce uncounted
+#   changes with `tower.weights_changed()`.
 
 # %% tags=["result"]
 small, large = (draw_grids("receipts", 2000, in_token_limit=limit) for limit in near)
@@ -466,8 +484,8 @@ print(f"{mib(set(large)):,.0f} MiB. 256 entries could take {most:.0f} GiB.")
 # ## On Monday
 #
 # - **Decide** by two numbers of your server. Count the different grids of one day of traffic, and
-#   sum their patches times 2,304 bytes: the working set. If it is above what you can spare, a
-#   cache needs a bound, and a bound needs the break-even rate.
+#   sum their patches times 2,304 bytes: the working set. If the working set is more than you can
+#   spare, choose a smaller bound, and compare its hit rate with your break-even rate.
 # - **Flag:** SGLang 0.5.23, as read, has no flag for its 256 entries; set `in_token_limit` with
 #   the memory in mind, on each GPU of the server. vLLM 0.32, as read, has no cache of position
 #   embeddings. Both keep other things: vLLM the processed pixels (`--mm-processor-cache-gb`,
@@ -554,7 +572,8 @@ check("FIFO has more hits", fifo_wins, True, hint=hint)
 # ### 5. ★ The best that any policy can do
 #
 # A policy that knows the future evicts the entry whose next use is farthest away (or never
-# comes). Count its hits. The cell also prints how far LRU is from it on the charts.
+# comes). The new entry itself may be the one that goes: then nothing else is evicted. Count the
+# hits of this policy. The cell also prints how far LRU is from it on the charts.
 
 
 # %%
@@ -563,7 +582,7 @@ def best_hits(keys, entries):
 
 
 cases = {(keys, 2): most_hits(keys, 2) for keys in ("ABCABCABC", "ABACADABAC", "AABBCC")}
-hint = "evict among the old entries and the new one"
+hint = "add the new entry first; if there are too many, the one with the farthest next use goes"
 check_function("hits of the best policy", best_hits, cases, hint=hint)
 some = draw_grids("pew_charts", 600)
 print(f"charts, 600 images, 64 entries: LRU {hits(some, 64)} hits, at best {most_hits(some, 64)}")
