@@ -43,9 +43,9 @@ def full_size_table(
 
 
 def cached(module: Learnable2DInterpPosEmb, grids: Sequence[GridLike], *, cold: bool) -> Tensor:
-    """Through the cache; `cold` empties it first."""
+    """Through the cache; `cold` drops its entries first."""
     if cold:
-        module.cache.clear()
+        module.cache.drop_entries()
     return module.get_pos_embeds(grids, implementation="cached")
 
 

@@ -102,6 +102,11 @@ class PositionCache:
                 self._watched = WeightState(weight)
                 self._empty()
 
+    def drop_entries(self) -> None:
+        """Drops every entry. The next lookups miss, as they would for new grids: the weight's state is kept."""
+        with self._lock:
+            self._empty()
+
     def clear(self) -> None:
         """Drops every entry and what is known of the weight; counters stay."""
         with self._lock:
