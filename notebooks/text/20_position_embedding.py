@@ -519,7 +519,7 @@ assert misses_of["cells"] < misses_of["FLOPs"]
 # The cells moved are the better prediction. The FLOPs promise too much for `separable`, because
 # they do not count what it writes and reads in between. Neither operator is at the byte floor:
 # the floor reads each cell of the table once, and these read a cell again for each tap, at best
-# from a [cache](GLOSSARY.md#cache) of the processor.
+# from a cache of the processor (a small fast memory).
 
 # %% [markdown]
 # ## What to remember
@@ -596,8 +596,9 @@ check(
 # ### 3. When `adaptive` changes its operator
 #
 # `adaptive` counts the cells that each operator moves, and takes the operator with fewer. It
-# counts $20hw$ for `gather`, and $8\,(\min(64h, 64w) + hw)$ for `separable`. What is the smallest
-# **even** number of patches on the longer side for which `separable` moves less?
+# counts $20hw$ for `gather` (16 read for each patch, 4 for the result and its copy), and
+# $8\,(\min(64h, 64w) + hw)$ for `separable`. What is the smallest **even** number of patches on
+# the longer side for which `separable` moves less?
 
 # %%
 answer_3 = None  # patches
