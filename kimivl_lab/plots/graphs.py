@@ -5,15 +5,16 @@ Test: tests/test_plots.py.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, PercentFormatter
 
 from ..measure.timing import Timing
-from .lines import Marks, draw_lines, log_axis, mark
 from .style import COLORS, COUNTED, GREY, INK, new_figure, set_titles
 
 if TYPE_CHECKING:
@@ -135,31 +136,84 @@ def replay_steps(
     return fig, ax
 
 
-def time_ratios(ratios: Mapping[str, float], *, title: str, subtitle: str) -> tuple[Figure, Axes]:
-    """One line for each measurement: the time with graphs over the time without; left of 1 is faster, right slower.
+def request_to_output(
+    lengths: Sequence[int],
+    budget: int,
+    offsets: Sequence[int],
+    shapes: Mapping[str, str],
+    operators: int,
+    *,
+    title: str,
+    subtitle: str = COUNTED,
+) -> tuple[Figure, Axes]:
+    """The way of one request through a graph: images, static inputs, program, static output, new tensor.
 
     Args:
-        ratios: words -> the ratio, from top to bottom.
+        lengths: patches of each image of the request.
+        budget: merged tokens of the graph; its rows are 4 times as many patches.
+        offsets: `cu_seqlens` as the graph reads it.
+        shapes: of the static inputs that have one line a patch, by name.
+        operators: of the program.
     """
-    values = np.array(list(ratios.values()))
-    fig, ax = new_figure(10.5, 0.34 * len(ratios) + 1.75)
-    faster = Marks("", np.where(values <= 1, values, np.nan), mark("blue", "o", 9))
-    slower = Marks("", np.where(values > 1, values, np.nan), mark("orange", "s", 9))
-    draw_lines(ax, list(ratios), [faster, slower], notes=[f"{ratio:.2f}" for ratio in values], stem=1)
-    ax.axvline(1, color=INK, lw=1.2)
-    log_axis(ax, "time with graphs / time without")
-    ax.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 5, 10]))
+    fig, ax = new_figure(11, 5.2)
+    ax.set(xlim=(0, 110), ylim=(0, 47))
+    ax.axis("off")
+    used = sum(lengths) / (4 * budget)
+    words = {"font": "monospace", "fontsize": 9.5, "va": "center"}
+    for x, heading in ((1, "request"), (24, "static inputs"), (67, "program"), (87, "static output")):
+        ax.text(x, 45, heading, weight="bold", va="center")
+    for at, (length, color) in enumerate(zip(lengths, cycle(("blue", "sky")), strict=False)):
+        y, height = 34 - 14 * at, 7 * math.sqrt(length / max(lengths))
+        ax.add_patch(Rectangle((1, y - height / 2), 1.4 * height, height, fc=COLORS[color], ec=INK, lw=0.8))
+        ax.text(1, y - height / 2 - 1.8, f"image {at}: {length} patches", fontsize=10, va="center")
+    for at, (name, shape) in enumerate(shapes.items()):
+        y = 39 - 6.6 * at
+        ax.text(24, y + 2.6, f"{name} {shape}", **words)
+        _bar(ax, 24, y - 1.2, 36, 2.4, lengths, 4 * budget)
+    y = 39 - 6.6 * len(shapes)
+    ax.text(24, y - 1.2, f"cu_seqlens ({len(offsets)},): where each segment begins", **words)
+    for offset in offsets:
+        ax.text(24 + 36 * offset / offsets[-1], y + 1.6, str(offset), fontsize=9.5, ha="center", va="center")
+    for offset in offsets[1:-1]:
+        ax.plot([24 + 36 * offset / offsets[-1]] * 2, [y + 5, y + 2.9], color=INK, lw=0.9)
+    ax.add_patch(Rectangle((67, 12), 13, 28, fc=COLORS["sand"], ec=INK, lw=1.2))
+    frozen = f"{operators} operators,\n1 launch\n\nfrozen:\noperators,\nshapes,\naddresses,\nmax_seqlen\n= {4 * budget}"
+    ax.text(73.5, 26, frozen, ha="center", va="center", fontsize=10, linespacing=1.35)
+    ax.text(87, 36.6, f"{budget} tokens", **words)
+    _bar(ax, 87, 32, 20, 2.4, lengths, 4 * budget)
+    ax.text(87, 18.6, f"new tensor, {sum(lengths) // 4} tokens", **words)
+    _bar(ax, 87, 14, 20 * used, 2.4, lengths, sum(lengths))
+    for start, end, name, place in (
+        ((16, 25), (22.5, 25), "copy in", (19, 26.8)),
+        ((61, 25), (66, 25), "read", (63.5, 26.8)),
+        ((80.5, 33), (86, 33), "write", (83.2, 34.8)),
+        ((90, 31), (90, 20.5), "copy out", (95, 25.8)),
+    ):
+        ax.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=14, color=INK, lw=1.5))
+        ax.text(*place, name, ha="center", va="center", fontsize=10)
+    ax.add_patch(Rectangle((24, 0.8), 4, 2.4, **_WASTE))
+    ax.text(29, 2, "padding: computed, and not read by any image", va="center", fontsize=10)
     set_titles(fig, title, subtitle)
     return fig, ax
 
 
+def _bar(ax: Axes, x: float, y: float, width: float, height: float, lengths: Sequence[int], rows: int) -> None:
+    """Images side by side, to scale, and hatched what is left of `rows`."""
+    left = x
+    for length, color in zip(lengths, cycle(("blue", "sky")), strict=False):
+        ax.add_patch(Rectangle((left, y), width * length / rows, height, fc=COLORS[color], ec="white", lw=0.8))
+        left += width * length / rows
+    if x + width - left > 1e-6:
+        ax.add_patch(Rectangle((left, y), x + width - left, height, **_WASTE))
+
+
 def recorded_replays(rows: Sequence[Mapping[str, Any]], *, title: str, subtitle: str) -> tuple[Figure, Sequence[Axes]]:
-    """Left, recorded whole calls: replay over eager by budget, a line for each filling; right, what each capture cost.
+    """Left, recorded whole calls: replay over eager by budget, a line for each filling; right, what pays a capture.
 
     Args:
         rows: of a record with the phases "budget", of up to three fillings, and "capture". A replay's p20 to p80 is
-            over eager's median, eager's own stands at 1. Over a capture: the calls of a full budget that earn it back,
-            where p20 to p80 of replay and eager do not overlap.
+            over eager's median, eager's own stands at 1. A budget has no mark on the right where p20 to p80 of a full
+            replay and of eager overlap: its saving is not known.
     """
     captures = {row["budget_tokens"]: row for row in rows if row["phase"] == "capture"}
     calls: dict[float, dict[float, dict[str, Mapping[str, Any]]]] = {}  # filling -> budget -> variant -> row
@@ -193,23 +247,24 @@ def recorded_replays(rows: Sequence[Mapping[str, Any]], *, title: str, subtitle:
     left.yaxis.set_major_locator(FixedLocator([0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5]))
     left.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=4, columnspacing=1.1, handletextpad=0.4)
 
-    costs = [row["capture_ms"] for row in captures.values()]
-    right.vlines(range(len(costs)), 0.5 * min(costs), costs, color=COLORS["blue"], lw=4)
-    right.plot(range(len(costs)), costs, "o", color=COLORS["blue"], ms=9, mec=INK, mew=0.9)
-    for (budget, place), cost in zip(places.items(), costs, strict=True):
+    paid: dict[float, float] = {}
+    for budget, row in captures.items():
         full, graph = (calls[max(calls)][budget][way] for way in ("eager", "replay"))
-        saved = full["latency_ms_p50"] - graph["latency_ms_p50"]
-        apart = graph["latency_ms_p80"] < full["latency_ms_p20"]
-        words = f"{cost / saved:,.0f}\ncalls" if apart else "spreads\noverlap"
-        right.annotate(words, (place, cost), (0, 9), textcoords="offset points", ha="center", fontsize=10)
-    right.set(yscale="log", ylim=(0.5 * min(costs), 2 * max(costs)), ylabel="one capture, ms")
-    right.set_xlabel("budget, merged tokens (below: MiB of the pool)")
-    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    right.set_title("Calls of a full budget that earn its capture back")
-    plain = [f"{budget:,.0f}" for budget in places]
-    added = [f"{budget}\n+{row['pool_mib']:.3g}" for budget, row in zip(plain, captures.values(), strict=True)]
-    for ax, labels in ((left, plain), (right, added)):
-        ax.set_xticks(list(places.values()), labels)
+        if graph["latency_ms_p80"] < full["latency_ms_p20"]:
+            paid[budget] = row["capture_ms"] / (full["latency_ms_p50"] - graph["latency_ms_p50"])
+    top = 2 * max(paid.values(), default=1)
+    for budget, place in places.items():
+        if budget in paid:
+            right.bar(place, paid[budget], width=0.5, color=COLORS["blue"])
+            words = {"ha": "center", "fontsize": 10, "textcoords": "offset points"}
+            right.annotate(f"{paid[budget]:,.0f}", (place, paid[budget]), (0, 4), **words)
+        else:
+            right.text(place, 1.25, "no saving\nmeasured", ha="center", fontsize=9.5, color=GREY)
+    right.set(yscale="log", ylim=(1, top), ylabel="calls of a full budget", xlabel="budget, merged tokens")
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    right.set_title("Calls until a capture has paid for itself")
+    for ax in (left, right):
+        ax.set_xticks(list(places.values()), [f"{budget:,.0f}" for budget in places])
         ax.set_xlim(-0.5, len(places) - 0.5)
         ax.grid(axis="x", visible=False)
         ax.yaxis.set_minor_locator(NullLocator())

@@ -9,7 +9,7 @@
 #     language: python
 #     name: python3
 #   kimivl_lab:
-#     question: When does replaying a captured encoder beat running it, and what must a capture never freeze?
+#     question: When is replaying a captured encoder faster than running it, and what must a capture never freeze?
 #     minutes_cpu: 1
 #     gpu: optional
 #     data: sizes of data/workloads, published rows of data/published
@@ -18,568 +18,722 @@
 # %% [markdown]
 # # CUDA graphs by token budget
 #
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [60 GPU syncs](60_gpu_syncs.ipynb)
+#
 # ## The question
 #
-# When does replaying a captured encoder beat running it, and what must a capture never freeze?
+# When is replaying a captured encoder faster than running it, and what must a capture never
+# freeze?
 #
 # ## You will be able to
 #
-# - **predict** from launches and FLOPs the size of picture up to which a graph can win anything at all;
+# - **predict** from a GPU's data sheet up to which image size a graph can win;
 # - **diagnose** five faults of a captured forward by what they do to the features;
-# - **plan** the budgets for your own image sizes, and paste them into a server's command line.
+# - **choose** budgets that weigh padding against replays, and paste them into a command line.
 #
 # ## Needs
 #
-# Notebooks [00](00_start_here.ipynb), [40](40_packed_attention.ipynb) and [60](60_gpu_syncs.ipynb). A minute on a CPU, where the graphs of this notebook are recorded and replayed under the rules of CUDA graphs. On a GPU the same
-# runner captures real ones; nothing here needs it.
+# Notebooks [00](00_start_here.ipynb), [40](40_packed_attention.ipynb) and
+# [60](60_gpu_syncs.ipynb). About 90 minutes to read and solve, one minute to run on a CPU. No GPU
+# is needed: on a CPU the forward is recorded and replayed under the rules of CUDA graphs; on a
+# GPU the same runner captures real ones.
 #
 # ## Versions and machine
 
 # %% tags=["nbval-ignore-output"]
 import warnings
 
-warnings.filterwarnings("ignore", message="IProgress not found")  # about a widget that nothing here uses
+warnings.filterwarnings("ignore", message="IProgress not found")  # about a widget that is not used
 from kimivl_lab.measure.provenance import device_name, versions
 
 print(device_name("cpu"))
 print(versions())
 
 # %%
-import csv
-import random
+import inspect
 
 import matplotlib.pyplot as plt
 import torch
 
-from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions, KimiVLConfig, KimiVLEncoder, MoonViTConfig
-from kimivl_lab import MoonVitPretrainedModel, count_host_syncs, image_geometry, plots
-from kimivl_lab.graphs import inputs as graph_inputs, trace_program
+from kimivl_lab import EncoderCudaGraphRunner, image_geometry, plots
+from kimivl_lab.datasets import WORKLOADS, data_path, load_sizes
+from kimivl_lab.gpus import find_gpu
+from kimivl_lab.lessons import cuda_graphs as lesson
+from kimivl_lab.lessons.checks import check, check_function
+from kimivl_lab.lessons.cuda_graphs import NaiveGraph, same, small_tower
+from kimivl_lab.lessons.guesses import Comparison, compare, guess
 from kimivl_lab.planner.plan import evaluate_budgets, plan_budgets
-from kimivl_lab.graphs.packing import PACKERS
-from kimivl_lab.planner.vllm import powers_of_two, vllm_flag
+from kimivl_lab.planner.replay_cost import LAUNCH_S, SUSTAINED
 from kimivl_lab.planner.workload import count_tokens
-from kimivl_lab.datasets import WORKLOADS, data_path, draw_sizes, load_sizes
-from kimivl_lab.measure.accuracy import relative_error
-from kimivl_lab.measure.records import find_record, read_record
-from kimivl_lab.measure.roofline import matmul_peak_tflops
-from kimivl_lab.syncs.counter import on_device
-from kimivl_lab.measure.timing import time_interleaved
-from kimivl_lab.moonvit.flops import tower_flops
-from kimivl_lab.plots import budgets as budget_plots
-from kimivl_lab.plots import floor, graphs as graph_plots
+from kimivl_lab.plots import budgets as budget_plots, graphs as graph_plots
 
 plots.use_style()
 _ = torch.set_grad_enabled(False), torch.manual_seed(0)
 
 # %% [markdown]
-# ## Predict
+# ## Predict: up to which size can a graph win?
 #
-# ### Launch-bound or compute-bound
+# A forward is [eager](GLOSSARY.md#eager) if Python starts each [kernel](GLOSSARY.md#kernel) when
+# it reaches it. Each [kernel launch](GLOSSARY.md#kernel-launch) takes the host a few
+# microseconds. If the kernels are shorter than a launch, the GPU waits for the host.
 #
-# Eager, the host asks for every operator anew: Python, the dispatcher, a launch. A GPU meanwhile works off what it has been asked for. A graph is one launch of everything. With $K$ launches of $\tau$ seconds each, $F(n)$ FLOPs for
-# a picture of $n$ patches, and a device that does $p$ FLOP/s:
+# A [CUDA graph](GLOSSARY.md#cuda-graph) is a recorded sequence of kernels. One launch starts all
+# of them. With $\ell$ kernels, $\tau$ seconds for a launch, and a device that does $p$ FLOP/s:
 #
-# $$t_\text{eager} \approx \max\left(K\tau,\; F(n)/p\right) \qquad t_\text{graph} \approx \max\left(\tau,\; F(n)/p\right) \qquad\text{so a graph can win only while}\quad F(n) < K \cdot p\tau .$$
+# $$t_\text{eager} \approx \max\left(\ell\tau,\; \frac{\text{FLOPs}}{p}\right) \qquad t_\text{graph} \approx \max\left(\tau,\; \frac{\text{FLOPs}}{p}\right)$$
 #
-# $p\tau$ is what the device could do during one launch: a device of $P$ TFLOP/s, asked every $\tau$ microseconds, has $P\tau/1000$ GFLOP. $K$ does not depend on the pictures; it is counted here on a pretended GPU (notebook [60](60_gpu_syncs.ipynb)). So nobody can say
-# "graphs make the encoder faster" without naming a device and a size:
+# The two differ only while $\ell\tau$ is the larger term. So a graph can win only if
+#
+# $$\text{FLOPs} < \ell \cdot p\tau .$$
+#
+# $p\tau$ is the work that the device could do during one launch. **By hand, for an H100:** its
+# data sheet says 989 TFLOP/s. Large products reach about 0.6 of that, 593 TFLOP/s. Let a launch
+# take 6 µs. Then $p\tau = 593 \cdot 10^{12} \cdot 6 \cdot 10^{-6} = 3.56$ GFLOP. 0.6 and 6 µs are
+# assumptions; 21 µs were published for one engine (vLLM 52229).
+#
+# $\ell$ does not depend on the images. It is counted on a [pretended
+# device](GLOSSARY.md#pretended-device), for this library's tower; other engines launch other
+# kernels.
+
+# %%
+kernels = lesson.count_kernels(27)
+a_block = (kernels - lesson.count_kernels(1)) // 26
+print(f"{kernels} kernels in a forward of 27 blocks, {a_block} in each block")
+
+# %% [markdown]
+# **Your code.** Up to how many GFLOPs of one forward can a graph win?
 
 
 # %%
-def launches(layers):
-    """Kernels that one forward in bfloat16 asks a GPU for."""
-    config = MoonViTConfig.preset("tiny", num_hidden_layers=layers)
-    tower = MoonVitPretrainedModel(config, EncoderOptions(rope="in_place")).to(torch.bfloat16)
-    inputs = torch.zeros(16, 3, 14, 14, dtype=torch.bfloat16), tower.prepare_encoder_metadata([(4, 4)])
-    model, pixels, metadata = (on_device(one, pretended=True) for one in (tower, *inputs))
-    return count_host_syncs(model, pixels, encoder_metadata=metadata, pretended=True).launches
+def limit_gflops(tflops_per_s, launch_us, kernels):
+    return ...
 
 
-K, a_block = launches(27), launches(2) - launches(1)
-assert K == launches(1) + 26 * a_block
-print(f"{K} launches a forward of 27 blocks, {a_block} of them a block")
-workloads = {WORKLOADS[name]: load_sizes(name) for name in ("coco_val2017", "receipts", "pew_charts")}
+machines = [(593.4, 6, 355), (99.12, 6, 355), (593.4, 21, 355), (100, 10, 1)]
+check_function(
+    "limit in GFLOPs",
+    limit_gflops,
+    {one: one[2] * one[0] * 1e12 * one[1] * 1e-6 / 1e9 for one in machines},
+    rtol=1e-6,
+    hint="TFLOP/s times microseconds is 1e12 * 1e-6 = 1e6 FLOPs",
+)
+
+# %% [markdown]
+# **Your guess.** A patch costs about 0.84 GFLOP, and attention adds to that. Up to how many
+# patches can a graph win on an H100, and on an RTX 4090 (165 TFLOP/s on its data sheet)?
+
+# %%
+h100_guess = guess("largest image on an H100", None, unit="patches")
+rtx_guess = guess("largest image on an RTX 4090", None, unit="patches")
+
+# %%
+names = ("coco_val2017", "receipts", "pew_charts")
+workloads = {WORKLOADS[name]: load_sizes(name) for name in names}
 counts = {name: count_tokens(sizes) for name, sizes in workloads.items()}
-flops = lambda n, **preset: sum(tower_flops(MoonViTConfig.preset("kimi-vl-a3b", **preset), [(2, n // 2)]).values())
-print("FLOP in one launch   a graph can win below   share of:", *(f"{name:>20s}" for name in workloads))
-for during_one in (0.5e9, 2e9, 8e9):
-    largest = max(n for n in range(4, 4400, 4) if flops(n) < K * during_one)
-    below = [one.counts[4 * one.tokens <= largest].sum() / one.images for one in counts.values()]
-    print(f"{during_one / 1e9:16.1f} G {largest:15,} patches", 10 * " ", *(f"{share:20.0%}" for share in below))
+print(lesson.gpu_table(("RTX 4090", "A100", "L40S", "H100", "B200"), counts))
+limits = [lesson.gpu_limit(find_gpu(name)) for name in ("H100", "RTX 4090")]
+compare(Comparison(h100_guess, limits[0]), Comparison(rtx_guess, limits[1]))
+
+# %% [markdown]
+# "Square" is the side of a square image. Images above the limit gain nothing in this model, and
+# padding makes them slower. The faster the GPU, the larger the images that gain. If launches take
+# 21 µs on your server, the last column holds. The limit is for all patches of a call together.
+#
+# The picture shows one block on an H100. Each kernel has an equal share of the FLOPs.
 
 # %%
-from itertools import accumulate
-
-lanes = {}  # one block, one launch worth 2 GFLOP, each kernel an equal share of the block's FLOPs
-for n in (256, 2048):
-    length = flops(n, num_hidden_layers=1) / a_block / 2e9
-    for way, asked in {"eager": range(1, a_block + 1), "graph": [1] * a_block}.items():
-        _, *ends = accumulate(asked, lambda end, at: max(end, at) + length, initial=0)
-        kernels = [(end - length, length) for end in ends]
-        lanes[f"{n:,} patches, {way}"] = [(at - 1, 1) for at in sorted(set(asked))], kernels
-end = {words: sum(kernels[-1]) for words, (_, kernels) in lanes.items()}
-assert end["256 patches, eager"] > 2 * end["256 patches, graph"]
-assert end["2,048 patches, eager"] == end["2,048 patches, graph"]
-title = "A graph closes the gaps between kernels; where there are none it changes nothing"
-fig, ax = graph_plots.launch_timeline(lanes, title=title, subtitle=f"one block, 2 GFLOP a launch  ·  {plots.COUNTED}")
+lanes = lesson.block_timeline((400, 4096), SUSTAINED * find_gpu("H100").flops_per_s * LAUNCH_S)
+title = "Short kernels wait for launches; a graph closes these gaps"
+note = "one block on an H100, in launches of 6 us  ·  predicted, not measured"
+fig, ax = graph_plots.launch_timeline(lanes, title=title, subtitle=note)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* above, the small picture's kernels are shorter than a launch, so the device waits between them; below, the host is ahead after the first kernel, and eager and graph end together.
+# *How to read it:* with 400 patches a kernel is shorter than a launch, so the device waits
+# between kernels. With 4,096 patches the host is ahead after the first kernel, and eager and
+# graph end together. A graph also shortens the device's own pause between kernels (not drawn).
 #
-# ### What a budget wastes
+# ## Build: a graph by hand
 #
-# A graph has one size. So engines capture a few **budgets** of merged tokens, and replay a picture of $x$ tokens in the smallest budget $B(x)$ that holds it. All $B(x)$ rows are computed: replayed rows over real rows are
-# $\sum B(x) / \sum x$. With powers of two and sizes spread evenly between two of them that is $1/0.75 = 1.33$. But sizes are not spread evenly. The processor shrinks what is too large to 1,024 tokens *before* it pads (notebook
-# [10](10_images_to_patches.ipynb)), so a large picture has a few tokens more than a power of two: predicted 2. Budgets may be any numbers, and for pictures that come alone the best eight are found exactly, by dynamic programming over the sizes.
-
-# %% tags=["headline"]
-plans = {name: plan_budgets(sizes, max_graphs=8) for name, sizes in workloads.items()}
-for name, plan in plans.items():
-    print(f"{name:20s} {plan.powers_of_two.waste[1]:.3f} in powers of two, {plan.waste[1]:.3f} in {list(plan.budgets)}")
-    assert plan.exact and plan.waste[1] < 1.13 < plan.powers_of_two.waste[1]
-ladders = {name: (powers_of_two(), plan.budgets) for name, plan in plans.items()}
-title = "Rows replayed / real rows: budgets that are powers of two, and eight that are planned"
-fig, axes = graph_plots.two_staircases(counts, ladders, ("powers of two", "8 planned budgets"), title=title)
-plt.show()
-
-# %% [markdown]
-# *How to read it:* pictures from small to large, areas to scale; hatched is what the dashed staircase of powers of two computes for nothing beyond the planned one, dark what the planned one wastes itself. Receipts come in a few sizes just
-# above 1,024 tokens, photographs at a few camera resolutions; charts are spread, so eight steps cannot follow them as closely.
-#
-# ## Build
-#
-# ### A graph, written out
-#
-# Capture: remember every operator of one run, its arguments, its result. Replay: run them again, at the same addresses, with no model around. A CUDA graph is this with kernels instead of operators, and launched at once:
-
+# [Capture](GLOSSARY.md#capture): run the forward once and remember each operator, its arguments and its result. [Replay](GLOSSARY.md#replay): run the same operators on the same arguments again, without the model. A CUDA graph does this with kernels. This class does it with operators:
 
 # %%
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+print(inspect.getsource(NaiveGraph))
 
 
-class NaiveGraph(TorchDispatchMode):
-    """Remembers the operators of `forward()`; `replay` runs them again, and every result stays where it was."""
-
-    def __init__(self, forward):
-        super().__init__()
-        self.calls = []
-        with self:
-            self.output = forward()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        result = operator(*args, **(kwargs or {}))
-        self.calls.append((operator, args, kwargs or {}, result))
-        return result
-
-    def replay(self):
-        for operator, args, kwargs, result in self.calls:
-            again = operator(*args, **kwargs)
-            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-# %%
-tower = MoonVitPretrainedModel(MoonViTConfig.preset("tiny"), EncoderOptions(linear="plain", rope="in_place")).eval()
+tower = small_tower()
 static, other = torch.randn(2, 16, 3, 14, 14).unbind()
-same = lambda got, want: relative_error(got, want) < 1e-5
 graph = NaiveGraph(lambda: tower(static, [(4, 4)]))
-static.copy_(other)  # another picture at the same address
+static.copy_(other)  # another image at the same address
 graph.replay()
-assert same(graph.output, tower(other, [(4, 4)]))
-print(f"{len(graph.calls)} operators remembered; the replay equals the eager forward")
+equal = same(graph.output, tower(other, [(4, 4)]))
+print(f"{len(graph.calls)} operators remembered; the replay equals eager: {equal}")
 
 # %% [markdown]
-# It works, once. What a replay sees anew and what it does not:
+# It works for this one grid. A replay knows addresses only:
 #
 # | | frozen at capture | may change before a replay |
 # |---|---|---|
 # | operators | which, their order, how many | |
-# | numbers of the host | every one: shapes, lengths, `max_seqlen`, the branch that an `if` took | |
-# | addresses | of inputs, weights, results | what lies there |
+# | numbers on the host | all: shapes, lengths, `max_seqlen`, the branch of an `if` | |
+# | addresses | of inputs, weights, results | what lies at them |
 # | offsets, gather order, positions, angles | | all, if they are **tensors among the inputs** |
 #
-# So whatever depends on the pictures must be an input. The library's "trace" backend records the forward under exactly these rules, on a CPU, as a flat program. Its first lines, for a budget of 8 tokens:
+# So everything that depends on the images must be an input. These inputs are **static**:
+# allocated once, and each request is copied into them. A graph has one size, its
+# [budget](GLOSSARY.md#budget) of merged tokens; what a request leaves free is
+# [padding](GLOSSARY.md#padding).
+#
+# The library records the forward under these rules. Here is a budget of 16 tokens, 64 patches,
+# with room for 3 images. The request has two images, 4 x 4 and 4 x 6 patches (rows x columns):
 
 # %%
-protocol, budget = graph_inputs.TowerGraphs(tower), 8
-inputs = graph_inputs.StaticInputs(protocol.prepare_encoder_cudagraph_capture_inputs(budget, max_images=3))
-forward = lambda *values: protocol.encoder_cudagraph_forward(dict(zip(inputs.buffers, values, strict=True)))
-program = trace_program.record(forward, inputs.views(4 * budget), trace_program.MemoryPool(), {})
-print("inputs:", *inputs.buffers)
-print(*program.source.splitlines()[:12], "...", f"{program.operators} operators, no module, no branch", sep="\n")
-assert "cu_seqlens" in program.source and "merge_gather_idx" in program.source
-
-# %% [markdown]
-# Weights and results are constants of that code, inputs appear under their names: `cu_seqlens` is read by attention when it runs. This is what makes a budget serve any pictures that fit it.
-#
-# ### The same, as a serving engine asks for it
-#
-# vLLM keeps graphs out of its models: a manager asks the model. `KimiVLEncoder` answers under the same names, so that either can be read beside the other. As read in release 0.32 of vLLM, in
-# [its protocol](https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/interfaces.py),
-# [its Kimi-VL](https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/kimi_vl.py) and
-# [its manager](https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/encoder_cudagraph.py):
-#
-# | question | vLLM's name | here | there |
-# |---|---|---|---|
-# | which inputs are rewritten? | `get_encoder_cudagraph_config` | 5; `max_seqlen` is frozen, a bound in patches | 6; `max_seqlen` too, set to the budget in tokens |
-# | which budgets are possible? | `get_encoder_cudagraph_budget_range` | what `max_images` can hold | 64 up to the scheduler's tokens |
-# | how large is each picture? | `get_encoder_cudagraph_item_specs` | `EncoderItemSpec`s | `EncoderItemSpec`s |
-# | these pictures only | `select_encoder_cudagraph_items` | grids stay on the host | grids become a tensor on the device |
-# | buffers to capture with | `prepare_encoder_cudagraph_capture_inputs` | one set; budgets are views of it | one set a budget |
-# | values to replay with | `prepare_encoder_cudagraph_replay_buffers` | `prepare_encoder_metadata` | the same, after the grids are read back |
-# | the captured forward | `encoder_cudagraph_forward` | padding is in segments without an image | padding is in no segment |
-# | the forward without a graph | `encoder_eager_forward` | if too large, or too much padding | if too large |
-# | out of the static buffer | `postprocess_encoder_output` | the runner copies | copies, `clone=True` |
-# | who asks | `EncoderCudaGraphManager` | `EncoderCudaGraphRunner` | |
-
-# %%
-encoder = KimiVLEncoder(KimiVLConfig.preset("tiny")).eval()
-asked = {"pixel_values": torch.randn(40, 3, 14, 14), "image_grid_hws": [(4, 4), (4, 6)]}
-print(encoder.get_encoder_cudagraph_item_specs(asked))
-for name, value in encoder.prepare_encoder_cudagraph_replay_buffers(asked, max_images=3).items():
-    print(f"{name:17s} {tuple(value.shape)!s:16s} {value.dtype}")
-runner = EncoderCudaGraphRunner(encoder, [8, 16], max_images=3)
-assert same(runner(**asked), encoder(**asked))
-
-# %% [markdown]
-# ### Three packers
-#
-# Several pictures of one call share budgets. Every packer sorts them by tokens and cuts the order into runs; a run is a replay. `next_fit` fills a run up to the largest budget (vLLM before 0.32). `next_fit_deferred` closes a run early when two
-# budgets are smaller than the merged one (0.32). `exact` tries every cut, by dynamic programming: $\text{best}[e] = \min_s \text{best}[s] + B(x_s + \dots + x_{e-1})$. Eight charts, in powers of two up to 2,048:
-
-# %%
-eight = sorted(image_geometry(*size).tokens for size in draw_sizes("pew_charts", 8, seed=1235))
-ladders = {name: powers_of_two(most=2048) for name in PACKERS} | {"exact, planned": plans["charts"].budgets}
-packed = {words: PACKERS[words.split(",")[0]](eight, ladder, 8) for words, ladder in ladders.items()}
-rows = {words: sum(replay.rows for replay in replays) for words, replays in packed.items()}
-print(rows, "rows for", sum(eight))
-assert list(rows.values()) == sorted(rows.values(), reverse=True) and len(set(rows.values())) == 4
-fig, ax = budget_plots.packed_replays(eight, packed, title="Where to cut the sorted pictures, and what a cut pads")
+inputs, program = lesson.flat_program(small_tower(), budget=16, max_images=3)
+title = "From a request to its features: what is copied, and what the graph holds"
+drawn = lesson.drawn_request([16, 24], inputs, program)
+fig, ax = graph_plots.request_to_output(*drawn, title=title)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* a line is a replay, a block a picture, hatched what the replay computes for nothing; the greedy rules decide at each picture without knowing the next.
+# *How to read it:* the values for both images are copied to the front of the static inputs. The
+# program reads all 64 rows and writes 16 tokens. The first 10 are copied into a new tensor. All
+# graphs of a runner share these inputs and one pool of memory, sized by the largest graph.
 #
-# ### Plan for your own pictures
-#
-# From the sizes that your server has seen, and the number that arrive together, in vLLM's own packing and allocation: it captures `max_images` equal grids, so a graph may compute more rows than its budget. The planner takes only budgets that
-# lose nothing there. On the command line: `kimivl-lab plan --sizes my_sizes.csv --images-per-call 1,2,4`.
+# The program is a list of operators. Inputs appear by name, such as `cu_seqlens` in the line of
+# attention:
 
 # %%
-served = plan_budgets(workloads["receipt scans"], (1, 2, 4), engine="vllm")
-print("images a call   powers of two   planned")
-for together, waste in served.waste.items():
-    print(f"{together:13} {served.powers_of_two.waste[together]:15.2f} {waste:9.3f}")
-    assert waste < served.powers_of_two.waste[together]
-print("vllm serve", vllm_flag(served.budgets, served.max_images))
+listing = program.source.splitlines()
+here = next(number for number, line in enumerate(listing) if "cu_seqlens" in line)
+print("...", *listing[here - 1 : here + 2], "...", sep="\n")
 
 # %% [markdown]
-# ## Check equality
+# **The padding needs segments.** Attention writes only rows that lie in a segment of
+# [cu_seqlens](GLOSSARY.md#cu_seqlens). So the padding is put into segments that hold no image,
+# and no image looks at it. A graph for 3 images has 4 slots. The free slots share the padding
+# evenly: 16 and 24 patches leave 64 - 40 = 24, and two free slots get 12 each: 0, 16, 40, 52, 64.
+# (Attention costs the square of a segment: twice 12² = 288 pairs instead of 24² = 576.)
 #
-# Now the naive graph against five situations that every engine has met, and the library's runner in each. Eager is right by definition.
-#
-# ### 1. A read during capture
-#
-# Somebody left a check in the model. Python takes a branch at capture, and the branch is frozen: the check is gone, or with `.item()` its number is there for ever. CUDA refuses a wait while it captures; on a CPU nothing would, so the runner does, and names the line.
+# **Your code.** Write these offsets. In the check the padding divides without remainder.
 
 
 # %%
-import linecache
-import re
-
-from kimivl_lab.graphs.guards import GraphCaptureError
+def offsets_in_graph(lengths, slots, rows):
+    return ...
 
 
-def checked(module, args, rows):
-    if bool(rows.isnan().any()):
+batches = [((16, 24), 4, 64), ((16,), 4, 64), ((8, 8, 16), 4, 64), ((20, 44), 3, 64)]
+check_function(
+    "offsets",
+    offsets_in_graph,
+    {one: lesson.graph_offsets(*one) for one in batches},
+    hint="first the images, then equal steps up to rows; there are slots + 1 offsets",
+)
+
+# %% [markdown]
+# ## Check equality: five faults
+#
+# Now the naive graph meets five situations that serving engines have met, and the library's
+# runner, `EncoderCudaGraphRunner`, meets the same. Eager is right by definition. Run these cells
+# in any order.
+#
+# **Your guess.** Which of the five naive faults raise an error: all, some or none?
+
+# %%
+error_guess = guess("faults that raise an error", None, choices=("all", "some", "none"))
+
+# %% [markdown]
+# ### Fault 1: the host reads a value during the capture
+#
+# Somebody left a check for NaN in the model. The branch that Python takes at the capture is
+# frozen.
+
+
+# %%
+def refuse_nan(module, args, rows):
+    if rows.isnan().any():
         raise ValueError("NaN in the features")
 
 
-hook = tower.encoder.final_layernorm.register_forward_hook(checked)
-graph = NaiveGraph(lambda: tower(static, [(4, 4)]))
-static.copy_(torch.full_like(static, float("nan")))
-graph.replay()
-print("naive: the check is gone, NaN comes out:", bool(graph.output.isnan().all()))
-try:
-    EncoderCudaGraphRunner(tower, [4]).capture()
-except GraphCaptureError as error:
-    what, file, line = re.match(r"(.*) at (.*):(\d+) in checked", str(error)).groups()
-    print("runner:", what, "in the line:", linecache.getline(file, int(line)).strip())
-hook.remove()
-assert graph.output.isnan().all() and "isnan" in linecache.getline(file, int(line))
+checked, image = small_tower(), torch.randn(16, 3, 14, 14)
+checked.encoder.final_layernorm.register_forward_hook(refuse_nan)
+graph_1 = NaiveGraph(lambda: checked(image, [(4, 4)]))
+image.fill_(float("nan"))
+graph_1.replay()
+print("naive: no error, all features are NaN:", bool(graph_1.output.isnan().all()))
+print("runner:", lesson.refusal(EncoderCudaGraphRunner(checked, [4]).capture))
 
 # %% [markdown]
-# The way out: what the host must know, it knows before (lengths, counts, grids), and what only the device knows, the device decides. A check belongs behind the replay.
+# The naive graph has lost the check. CUDA refuses a [sync](GLOSSARY.md#sync) during a capture; on
+# a CPU the runner does, and its full message names file and line. The way out: compute what the
+# host must know, such as lengths, before the forward, and check values behind the replay.
 #
-# ### 2. An address that changed
+# ### Fault 2: an address changes
 #
-# A graph knows addresses, not names. A tensor that is rebound is a new address: the replay goes on with the old picture, or the old weights.
+# A graph knows addresses, not names. After `image = torch.randn(...)` the name stands for a new
+# address, and the replay still reads the old image. The same holds for a replaced weight.
 
 # %%
-from kimivl_lab.graphs.weights import StaleGraphError
-
-grids, pixels, layer = [(4, 4)], torch.randn(16, 3, 14, 14), tower.encoder.blocks[0].wo
-runner, graph = EncoderCudaGraphRunner(tower, [4]), NaiveGraph(lambda: tower(pixels, grids))
-runner.capture()
-pixels, old = torch.randn(16, 3, 14, 14), pixels  # the next picture lies elsewhere
-graph.replay()
-print("naive: still the old picture:", same(graph.output, tower(old, grids)))
-layer.weight.mul_(2)  # in place
-print("runner: the new picture, the new weights:", same(runner(pixels, grids), tower(pixels, grids)))
-weight, layer.weight = layer.weight, torch.nn.Parameter(layer.weight.flip(0))  # elsewhere
-graph.replay()
-print("naive: still the old weights:", not same(graph.output, tower(old, grids)))
-try:
-    runner(pixels, grids)
-except StaleGraphError as error:
-    print("runner:", error)
-layer.weight = weight  # as before
+tower_2 = small_tower()
+old_image, new_image = torch.randn(2, 16, 3, 14, 14).unbind()
+graph_2 = NaiveGraph(lambda: tower_2(old_image, [(4, 4)]))
+runner_2 = EncoderCudaGraphRunner(tower_2, [4])
+runner_2.capture()
+graph_2.replay()  # the next request lies at new_image
+want = tower_2(new_image, [(4, 4)])
+print("naive equals eager:", same(graph_2.output, want))
+print("runner equals eager:", same(runner_2(new_image, [(4, 4)]), want))
+layer = tower_2.encoder.blocks[0].wo
+layer.weight = torch.nn.Parameter(2 * layer.weight)  # a new address
+graph_2.replay()
+print("naive, a weight replaced:", same(graph_2.output, tower_2(old_image, [(4, 4)])))
+print("runner, a weight replaced:", lesson.refusal(lambda: runner_2(new_image, [(4, 4)])))
 
 # %% [markdown]
-# Inputs are copied to where the graph reads them. Weights changed in place are seen; weights replaced, moved or cast are an error before the replay.
+# The runner copies each request to where the graph reads. It refuses weights that were replaced,
+# moved or cast; weights may change in place.
 #
-# ### 3. and 4. Equal totals, and a result that is not yours
+# ### Fault 3: equal totals
 #
-# A dictionary of graphs by the number of patches looks right: every shape fits. But three calls of 16 patches are three different computations, and the second call overwrites the result of the first.
-
+# One graph for each number of patches looks right, because every shape fits. But calls of 16
+# patches can be different computations.
 
 # %%
-captured, runner = {}, EncoderCudaGraphRunner(tower, [4])
-
-
-def by_total(pixels, grids):
-    """One graph for every number of patches."""
-    if len(pixels) not in captured:
-        static = pixels.clone()
-        captured[len(pixels)] = static, NaiveGraph(lambda: tower(static, grids))
-    static, graph = captured[len(pixels)]
-    static.copy_(pixels)
-    graph.replay()
-    return graph.output
-
-
+tower_3, graphs_3 = small_tower(), {}
+runner_3 = EncoderCudaGraphRunner(tower_3, [4])
 for grids in ([(4, 4)], [(2, 8)], [(2, 4), (2, 4)]):
-    naive, right = (same(encode(pixels, grids), tower(pixels, grids)) for encode in (by_total, runner))
+    request = torch.randn(16, 3, 14, 14)
+    if len(request) not in graphs_3:
+        here = request.clone()
+        graphs_3[len(request)] = here, NaiveGraph(lambda: tower_3(here, grids))
+    here, graph_3 = graphs_3[len(request)]
+    here.copy_(request)
+    graph_3.replay()
+    want_3 = tower_3(request, grids)
+    naive, right = same(graph_3.output, want_3), same(runner_3(request, grids), want_3)
     print(f"{grids!s:17s} equals eager: naive {naive}, runner {right}")
-    assert right and naive == (grids == [(4, 4)])
-
-# %%
-for name, encode in {"naive": by_total, "runner": runner}.items():
-    first = encode(pixels, [(4, 4)])
-    kept = first.clone()
-    encode(other, [(4, 4)])
-    print(f"{name}: after the next call the first result is unchanged: {torch.equal(first, kept)}")
-    assert torch.equal(first, kept) == (name == "runner")
 
 # %% [markdown]
-# ### 5. Padding that crosses
+# Positions, angles, merge order and segments belong to the first grid. In the runner they are
+# inputs.
 #
-# A budget is rarely full. What lies behind the last picture is what an earlier replay left, and in a pool of memory that can be anything, NaN too. Here a graph of 32 patches gets a picture of 16; all inputs are rewritten, but the
-# lengths of its capture, one segment of 32, are frozen. The runner's offsets are data, and the padding is in segments without an image: every operator writes every row, and no attention crosses. `poison` fills all that a replay must
-# not read with NaN: random calls through four budgets, after larger and smaller ones, with pictures that are too large:
+# ### Fault 4: the result is overwritten
+#
+# Each replay writes to the same output. If an encoder returns this buffer, its next call changes
+# the result of the first.
 
 # %%
-large, small, buffer = *map(tower.prepare_encoder_metadata, ([(4, 8)], [(4, 4)])), torch.zeros(32, 3, 14, 14)
-graph = NaiveGraph(lambda: tower(buffer, encoder_metadata=large))
+tower_4, buffer = small_tower(), torch.randn(16, 3, 14, 14)
+graph_4 = NaiveGraph(lambda: tower_4(buffer, [(4, 4)]))
+runner_4 = EncoderCudaGraphRunner(tower_4, [4])
+
+
+def naive_4(pixels, grids):
+    buffer.copy_(pixels)
+    graph_4.replay()
+    return graph_4.output
+
+
+for name, encode in {"naive": naive_4, "runner": runner_4}.items():
+    first = encode(torch.randn(16, 3, 14, 14), [(4, 4)])
+    kept = first.clone()
+    encode(torch.randn(16, 3, 14, 14), [(4, 4)])
+    print(f"{name}: unchanged by the next call: {torch.equal(first, kept)}")
+
+# %% [markdown]
+# ### Fault 5: the image looks at the padding
+#
+# A graph of 32 patches gets an image of 16. All inputs are rewritten except the offsets, which
+# still say one segment of 32. Behind the image lies what an earlier replay left.
+
+# %%
+tower_5, rows_5, image_5 = small_tower(), torch.zeros(32, 3, 14, 14), torch.randn(16, 3, 14, 14)
+large, small = (tower_5.prepare_encoder_metadata(grids) for grids in ([(4, 8)], [(4, 4)]))
+graph_5 = NaiveGraph(lambda: tower_5(rows_5, encoder_metadata=large))
 for name in ("pos_embeds", "rope_cos_sin", "merge_gather_idx"):
     getattr(large, name)[:16].copy_(getattr(small, name))
+want_5 = tower_5(image_5, [(4, 4)])
 for left in (0.0, 1.0, float("nan")):
-    buffer[:16], buffer[16:] = pixels, left
-    graph.replay()
-    right, finite = same(graph.output[:4], tower(pixels, [(4, 4)])), bool(graph.output[:4].isfinite().all())
-    print(f"naive, {left} behind the picture: equals eager {right}, finite {finite}")
-    assert not right
-
-draw, runner = random.Random(0), EncoderCudaGraphRunner(tower, [4, 9, 30, 60], 3, poison=("pool", "padding"))
-for _ in range(60):
-    grids = [(2 * draw.randint(1, 6), 2 * draw.randint(1, 12)) for _ in range(draw.randint(1, 5))]
-    pixels = torch.randn(sum(h * w for h, w in grids), 3, 14, 14)
-    assert same(runner(pixels, grids), tower(pixels, grids)), grids
-print(f"runner, NaN behind the pictures: {runner.stats.total.images} pictures of 60 calls equal eager")
-print("replays", {budget: one.calls for budget, one in runner.stats.graphs.items()}, end=", ")
-print("eager calls", {why: one.calls for why, one in runner.stats.eager.items()})
+    rows_5[:16], rows_5[16:] = image_5, left
+    graph_5.replay()
+    print(f"naive, {left} behind the image: equals eager {same(graph_5.output[:4], want_5)}")
+runner_5 = EncoderCudaGraphRunner(tower_5, [8], poison=("pool", "padding"))
+print(f"runner, NaN behind the image: equals eager {same(runner_5(image_5, [(4, 4)]), want_5)}")
+print("none of the five naive faults raised an error; your guess:", error_guess.value)
 
 # %% [markdown]
-# ## Measure
+# `poison` fills all that a replay must not read with NaN: one read of padding makes the features
+# NaN. Zeros are not harmless: a key of zeros still takes a share of the
+# [softmax](GLOSSARY.md#softmax).
 #
-# ### Here: the host's time, and where it is lost in the work
+# ## Measure: this machine, and the record
 #
-# A CPU has no device that works while the host asks: its time is the **sum** $K\tau + F(n)/p$, and a replay saves the part of $K\tau$ that is Python. It does few FLOPs during a launch, so to be launch-bound at all the model must be narrow: the
-# published head, one of it, in six blocks. Whole calls are timed, metadata and copies included; the host's time is taken from the smallest picture there is, and predicts the others with $p$ of a large matrix product.
+# **On a CPU** nothing computes while Python runs. So the time is the *sum* of the host's time and
+# the work, and a replay saves only Python's part. The tower is narrow (72 features, 6 blocks), so
+# that Python matters. The smallest image gives the host's time $t_\text{host}$; larger ones are
+# predicted as $t_\text{host} + \text{FLOPs}/p$. Whole calls are timed, copies included
+# (`time_calls` in `kimivl_lab/lessons/cuda_graphs.py`).
+#
+# **Your guess.** How many times as fast as eager is a replay of an image of 1 token?
 
 # %%
-narrow = MoonViTConfig.preset("tiny", hidden_size=72, num_attention_heads=1, intermediate_size=288, num_hidden_layers=6)
-tower = MoonVitPretrainedModel(narrow, EncoderOptions(linear="plain", rope="in_place")).eval()
-runner = EncoderCudaGraphRunner(tower, [2**k for k in range(8)], max_images=1, max_waste=None)
-runner.capture()
-calls = {}
-for tokens in (128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1):  # so that a small one does not follow a large one
-    image = torch.randn(4 * tokens, 3, 14, 14), [(2, 2 * tokens)]
-    calls["eager", tokens] = lambda image=image: tower(*image)
-    if tokens in runner.budgets:
-        calls["replay", tokens] = lambda image=image: runner(*image)
-        assert same(runner(*image), tower(*image))
-metadata = tower.prepare_encoder_metadata(image[1])
-calls["alone", "eager"] = lambda: tower(image[0], encoder_metadata=metadata)
-calls["alone", "replay"] = EncoderCudaGraphRunner(tower, [tokens], max_images=1).graph(tokens).replay
-peak = matmul_peak_tflops(torch.float32, size=1024)
-timed = time_interleaved(calls, warmup=2, repeats=9)
-eager, replay = ({n: t for (way, n), t in sorted(timed.items()) if way == kind} for kind in ("eager", "replay"))
-host = eager[1].p50_ms
-work = {tokens: sum(tower_flops(narrow, [(2, 2 * tokens)]).values()) / peak / 1e9 for tokens in eager}
+gain_guess = guess("eager over replay at 1 token", None, unit="times")
 
 # %% tags=["nbval-ignore-output"]
-asked = len(NaiveGraph(lambda: tower(torch.zeros(4, 3, 14, 14), [(2, 2)])).calls)
-print(f"host: {asked} operators in {host:.2f} ms, {1e3 * host / asked:.1f} us each; peak {1e3 * peak:.0f} GFLOP/s")
-print("tokens    eager ms (p20 to p80)   predicted   ratio   replay ms   eager / replay")
-for tokens, t in replay.items():
-    e, sum_ms = eager[tokens], host + work[tokens]
-    spread = f"{e.p50_ms:.2f} ({e.p20_ms:.2f} to {e.p80_ms:.2f})"
-    print(f"{tokens:6} {spread:>24s} {sum_ms:11.2f} {e.p50_ms / sum_ms:7.2f} {t.p50_ms:11.2f} {e.p50_ms / t.p50_ms:16.2f}")
-first = lambda tokens: 4 * next(iter(tokens), 0) or "no"
-print(f"half of the time is work from {first(t for t in work if work[t] > host)} patches on, as predicted at peak;", end=" ")
-print(f"measured, from {first(t for t in eager if eager[t].p50_ms > 2 * host)} patches on")
-alone = [timed["alone", way].p50_ms for way in ("eager", "replay")]
-print(f"the forward alone, 4 patches: eager {alone[0]:.2f} ms, replay {alone[1]:.2f} ms, ratio {alone[0] / alone[1]:.2f}\n")
-print(runner.stats)
+timed = lesson.time_calls()
+print(timed.table())
+compare(Comparison(gain_guess, measured=timed.eager[1].p50_ms / timed.replay[1].p50_ms))
 
 # %%
-lines = {"predicted, host alone": [host] * len(eager)}
-lines["predicted, host + FLOPs / peak"] = [host + one for one in work.values()]
-gains = [eager[tokens].p50_ms / replay[tokens].p50_ms for tokens in (1, 128)]
-title = f"A full budget: replay is {gains[0]:.2f} times as fast as eager at 1 token, {gains[1]:.2f} times at 128"
-subtitle = plots.measured_on("cpu", f"width 72, 6 blocks, float32, threads: {torch.get_num_threads()}")
-fig, ax = graph_plots.replay_steps(list(eager), list(eager.values()), replay, lines, title=title, subtitle=subtitle)
+title = "Whole calls on this machine: eager is a line, replays are steps"
+note = plots.measured_on("cpu", f"width 72, 6 blocks, float32, threads: {torch.get_num_threads()}")
+times = list(timed.eager), list(timed.eager.values()), timed.replay, timed.predicted()
+fig, ax = graph_plots.replay_steps(*times, title=title, subtitle=note)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* a step is a budget, here a power of two. At its right end the budget is full, and a replay lies below eager by what it saves. To the left of that end it pads: hatched, a graph
-# costs more than none. So a replay pays only while its padding costs less than it saves, $(\text{waste} - 1) \cdot F/p < \text{saved}$: the larger the picture, the closer the budgets must lie, and `max_waste` of the runner bounds it. What the
-# prediction misses is work that FLOPs do not count: at this width most operators are passes over memory.
+# *How to read it:* each step is a budget, full at its right end and padded left of it. Hatched: a
+# graph costs more than eager. A right end below eager says that the graph saves more of Python's
+# time than the runner's copies cost. The table has the forward alone too.
 #
-# ### Recorded: a wider tower, and the price of a capture
-#
-# The project's record has budgets that are full, three quarters full and half full. Where a replay's time is only work on rows, it costs rows replayed over real rows; where it is only the host's, the filling does not matter.
+# **The record** has a wider tower, and budgets that are full, three quarters full and half full.
+# If only rows mattered, a half-full budget would take twice the time of eager.
 
 # %%
-records, origin = read_record(find_record("graphs", data_path("measurements"), device="cpu-*", dtype="float32"))
-replays = [row for row in records if row["phase"] == "budget" and row["variant"] == "replay"]
-full = [row["speedup_ratio"] for row in replays if row["tokens"] == row["budget_tokens"]]
-title = f"Full budgets, smallest to largest: {full[0]:.2f} to {full[-1]:.2f} times as fast as eager; padding costs more"
-note = floor.recorded_on(origin, f"{origin['preset']} preset, float32, median and p20 to p80; each capture timed once")
+from kimivl_lab.measure.records import find_record, read_record
+from kimivl_lab.plots import floor
+
+path = find_record("graphs", data_path("measurements"), device="cpu-*", dtype="float32")
+records, origin = read_record(path)
+note = floor.recorded_on(origin, f"{origin['preset']} preset, float32; each capture timed once")
+title = "Recorded on a CPU: what a replay costs, and how soon a capture pays"
 fig, axes = graph_plots.recorded_replays(records, title=title, subtitle=note)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* left, below 1 the graph is faster, and where a line crosses 1, padding has eaten what a replay saves; the larger the budget, the less there is to save and the nearer a half-full one comes to its share of rows. Three quarters stay
-# further below theirs: padding is a segment of its own, and attention among few rows is cheap. Right, a capture's time over what a full replay saves is the number of calls that earn it back, not told where the two times cannot be told
-# apart; graphs share one pool, sized by the largest, which is captured first.
+# *How to read it:* left, below 1 the graph is faster. Full budgets gain little on a CPU, and
+# padding soon costs more. Half-full budgets approach twice the time. When this record was made,
+# the padding of a replay was one segment; today it is cut into several, which costs attention
+# less. Right, the time of one capture divided by what one full replay saves. Where the spreads of
+# eager and replay overlap, no saving is known.
 #
-# ### Elsewhere: when graphs lost
+# ## Budgets: rows, and the price of a replay
 #
-# What developers of engines have published about their own encoders, with graphs and without:
+# vLLM captures a few budgets and replays each call in the smallest that hold it. **SGLang has no
+# budgets:** as read in its documentation, it captures one graph for each exact length. So this
+# section is about vLLM and this library.
+#
+# A replay computes all **rows** of its budget; a row is one merged token.
+# [Waste](GLOSSARY.md#waste) is rows computed over real rows. **By hand:** images of 300 and 500
+# tokens, one a call, in budgets 256 and 512: 1,024 rows for 800 real ones, 1.28. Powers of two
+# are bad for large images that come alone: the processor shrinks them to 1,024 tokens *before* it
+# pads (notebook [10](10_images_to_patches.ipynb)), so they have a few more.
+#
+# **Your guess.** The waste of receipt scans, one a call, in powers of two?
 
 # %%
-with data_path("published", "cuda_graphs.csv").open(newline="") as file:
-    rows = sorted(csv.DictReader(file), key=lambda row: float(row["after"]) / float(row["before"]))
-case = lambda row: row["workload"] if "padded" in row["workload"] else row["metric"]
-words = [", ".join(filter(None, (row["model"], row["gpu"], case(row)))) for row in rows]
-ratios = {one: float(row["after"]) / float(row["before"]) for one, row in zip(words, rows, strict=True)}
-title = f"{sum(ratio > 1 for ratio in ratios.values())} of {len(rows)} published measurements are slower with graphs"
-fig, ax = graph_plots.time_ratios(ratios, title=title, subtitle="from vLLM's pull requests; not measured here")
+waste_guess = guess("waste of receipts in powers of two", None, unit="times")
+
+# %% tags=["headline"]
+plans = {name: plan_budgets(sizes, max_graphs=8) for name, sizes in workloads.items()}
+for name, plan in plans.items():
+    print(f"{name:20s} {plan.waste[1]:.3f} in {list(plan.budgets)}")
+compare(Comparison(waste_guess, 2, plans["receipt scans"].powers_of_two.waste[1]))
+ladders = {name: (plan.powers_of_two.budgets, plan.budgets) for name, plan in plans.items()}
+words = ("powers of two", "planned budgets")
+title = "Rows computed over real rows, one image a call"
+fig, axes = graph_plots.two_staircases(counts, ladders, words, title=title)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* left of the line graphs were faster, right of it slower. Padding is the plainest way to lose: 64 tokens in a budget of 4,096 compute 64 times the rows, and 176 in 256 still cost more than they save. Step3-VL replayed
-# one picture at a time, and what a call packs together is what a replay should hold. And the gains are not the graphs' alone: as read in release 0.32 of vLLM, Kimi-VL's eager path reads grids back 30 times a call, which the graph's path does not.
+# *How to read it:* images from small to large, areas to scale. Hatched: what powers of two
+# (dashed) waste beyond the planned budgets. Dark: what the planned budgets waste. Receipts have
+# few sizes, just above 1,024 tokens; those of charts are spread, so eight steps follow them less
+# closely.
+#
+# **Rows are not the whole price.** Each of the $\ell$ kernels of a replay takes about 3 µs even
+# for a tiny image (an assumption). On an H100 this is $355 \cdot 3$ µs = 1.07 ms, in which it
+# could compute 188 rows. So a replay costs its rows and 188 more. An image without a graph costs
+# its rows and 376: each launch takes twice as long. For thumbnails this decides.
+#
+# **Your code.** Predicted time of a call, in rows. `budgets` lists one budget for each replay,
+# `eager` the tokens of each image without a graph.
+
+
+# %%
+def time_in_rows(budgets, eager, price):
+    return ...
+
+
+calls = {((64,) * 8, (), 188): 8 * (64 + 188), ((512,), (), 188): 512 + 188}
+calls[(1104,), (), 31] = 1104 + 31
+calls[(), (1200,), 188] = 1200 + 2 * 188
+check_function("time in rows", time_in_rows, calls, hint="an eager image pays twice the price")
+
+# %% [markdown]
+# Eight thumbnails of 224 x 224 pixels, 64 tokens each, in one call, with three ladders:
+
+# %%
+thumbnails = [(224, 224)]
+for ladder in ([64], [512], [32]):
+    plan = evaluate_budgets(thumbnails, ladder, (8,), max_images=8)
+    steps = f"{plan.replays_a_call[8]:.0f} replays or eager runs, {plan.eager[8]:.0%} eager"
+    print(ladder, f"waste {plan.waste[8]:.2f}, {steps}, time {plan.time[8]:.2f}")
+print("planned:", plan_budgets(thumbnails, (8,), engine="vllm").budgets)
+
+# %% [markdown]
+# All three waste nothing. [64] takes eight replays and nearly three times the time of [512]. [32]
+# holds no image, so all run eager. **So read four numbers together:** waste, replays a call,
+# share of images without a graph, and predicted time (over real rows: 1 would be rows alone).
+#
+# **Packing.** A rule decides which images of a call share a replay. vLLM sorts them by tokens and
+# fills a run up to the largest budget; 0.32 also closes a run where two smaller budgets have
+# fewer rows (exercise 1). This library takes the cheapest cut of the sorted images, price
+# included. Eight charts:
+
+# %%
+from kimivl_lab.datasets import draw_sizes
+from kimivl_lab.graphs.packing import pack
+from kimivl_lab.planner.vllm import powers_of_two
+
+eight = sorted(image_geometry(*size).tokens for size in draw_sizes("pew_charts", 8, seed=1235))
+twos, planned = powers_of_two(most=2048), plan_budgets(workloads["charts"], (8,)).budgets
+rules = ("next_fit", "next_fit_deferred", "exact")
+packed = {f"{rule}, powers of two": pack(eight, twos, 8, rule, replay_cost=188) for rule in rules}
+packed["exact, planned"] = pack(eight, planned, 8, replay_cost=188)
+fig, ax = budget_plots.packed_replays(eight, packed, title="Eight charts in one call")
+plt.show()
+
+# %% [markdown]
+# *How to read it:* a line is a replay, a block an image, hatched its padding; the number at the
+# end is the budget. The greedy rules decide at each image without knowing the next one.
+#
+# **For your own server.** The planner knows Kimi-VL's sizes only, and counts with vLLM's rule and
+# graphs. (vLLM captures 5 equal grids here, one line of at most 256 tokens each, so only
+# multiples of 5 are not rounded up.) On the command line:
+# `kimivl-lab plan --sizes my_sizes.csv --images-per-call 1,2,4`.
+
+# %%
+from kimivl_lab.planner.vllm import vllm_flag
+
+served = plan_budgets(workloads["receipt scans"], (1, 2, 4), engine="vllm")
+print(lesson.plan_table(served))
+print("time by number of graphs:", {n: round(one, 3) for n, one in served.by_graphs.items()})
+print(vllm_flag(served.budgets, served.max_images))
+
+# %% [markdown]
+# Four receipts a call take four replays instead of one; that saves more padding than it costs. A
+# ninth budget would buy almost nothing (line "by number of graphs").
+#
+# ## Evidence: what others measured
+#
+# Developers published times of their own servers, here one row a benchmark. The rule predicts a
+# range, for launches of 6 to 21 µs. Most numbers are of a whole server, so only the direction is
+# compared. Many rows do not name GPU, encoder and patches.
+
+# %%
+from kimivl_lab.lessons.published import graph_cases, not_predictable
+from kimivl_lab.plots.published import predicted_against_published
+
+panel = ("predicted: FLOPs during all launches / FLOPs of the call, 6 to 21 us", graph_cases())
+note = f"{not_predictable()[0]} more benchmarks do not say enough"
+fig, axes = predicted_against_published({"The rule": panel}, title="Encoder graphs", subtitle=note)
+plt.show()
+print(lesson.published_table())
+
+# %% [markdown]
+# *How to read it:* in the shaded corners prediction and publication agree. Four of six
+# predictions hold. In the two misses the rule says no gain, and 3 % and 6 % were published. So
+# small gains beyond the limit exist, which the rule does not explain.
+#
+# Of the ten that the rule cannot predict, five are faster with graphs and five slower. Four of
+# the slower ones are Step3-VL, at first with one image a replay, then with eager for several.
+# Kimi-VL's TTFT fell by 22 ms on an RTX 4090. Its eager path also read values back 30 times a
+# call; at 45 µs each that is only 1.4 ms, and the rest is not explained here. The controls show
+# padding: 64 tokens in a graph of 4,096 take 9 to 13 times as long, 176 in 256 up to 11 % longer.
+# Where no graph fits, all runs eager and nothing changes beyond noise.
+#
+# ## Appendix: the names in vLLM
+#
+# vLLM keeps graphs out of its models: a manager calls the model through a protocol.
+# `KimiVLEncoder` has the same methods, so both can be read side by side:
+# [protocol](https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/interfaces.py),
+# [Kimi-VL](https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/kimi_vl.py),
+# [manager](https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/encoder_cudagraph.py).
+# Three differences have an effect, as read in release 0.32:
+#
+# | | this library | vLLM 0.32 |
+# |---|---|---|
+# | `max_seqlen` | frozen, a bound in patches | rewritten, set to the budget in tokens |
+# | padding | in segments without an image | in no segment |
+# | without a graph | if too large, or above `max_waste` | if too large |
+#
+# Its methods are `get_encoder_cudagraph_config` (names of the inputs), `.._budget_range`,
+# `.._item_specs` (size of each image), `select_encoder_cudagraph_items`,
+# `prepare_encoder_cudagraph_capture_inputs`, `.._replay_buffers` (values),
+# `encoder_cudagraph_forward` and `encoder_eager_forward`.
 #
 # ## What to remember
 #
-# - A graph saves the host's time and nothing else: it can win only while $F(n) < K \cdot p\tau$. The faster the device, the larger the pictures up to which it does.
-# - Frozen: operators, host numbers, addresses. Rewritten: what lies at the inputs' addresses. So whatever depends on the pictures is an input, and none of it is read by the host.
-# - A graph is tested by **values**: partly full, after a larger replay, with NaN in the padding, with equal totals, with the first result still in hand.
-# - Budgets belong where the sizes are. Powers of two are nearly the worst choice for a processor whose limit is a power of two before padding.
-# - Bound the waste, run eager beyond it, and count both.
+# - A graph can win only while FLOPs $< \ell \cdot p\tau$: on faster devices, larger images gain.
+# - Frozen: operators, numbers on the host, addresses. All that depends on the images is an input.
+# - Test a graph by **values**: partly full, after a larger replay, with NaN in the padding, with
+#   equal totals, with the first result still in hand. None of the five faults raises an error.
+# - Choose budgets by predicted time: rows, and a price for each replay. Powers of two are bad for
+#   images near the processor's limit that come alone.
+# - A plan without graphs wastes nothing. Read the share of images without a graph beside every
+#   waste.
 
 # %% tags=["result"]
 receipts = plans["receipt scans"]
-print(f"Receipts: {receipts.powers_of_two.waste[1]:.2f} times their rows in powers of two,", end=" ")
-print(f"{receipts.waste[1]:.2f} times in eight planned budgets.")
-print(f"A forward of 27 blocks is {K} launches or one; a naive graph fails in five ways, each without an error.")
+print(f"Receipts: {receipts.powers_of_two.waste[1]:.2f} times the rows in powers of two,")
+print(f"{receipts.waste[1]:.2f} in eight planned budgets. By prediction a graph can win up to")
+print(f"{limits[1]:,} patches a call on an RTX 4090 and {limits[0]:,} on an H100.")
+
+# %% [markdown]
+# ## On Monday
+#
+# Defaults as read in vLLM 0.32 and in SGLang's documentation of 0.5.
+#
+# | decision | vLLM | SGLang | default |
+# |---|---|---|---|
+# | graphs on, if most calls lie below your GPU's limit | `--compilation-config '{"cudagraph_mm_encoder": true}'` | `SGLANG_VIT_ENABLE_CUDA_GRAPH=1`, for the models that its page lists | off in both |
+# | budgets from your own sizes | `encoder_cudagraph_token_budgets` in the same JSON | none: one graph for each exact length. Round sizes in the client so that few lengths occur | powers of two from 64 |
+# | images in a replay | `encoder_cudagraph_max_vision_items_per_batch` | none | largest budget / smallest, at most the smallest |
+# | largest default budget | `--max-num-batched-tokens` | none | depends on the GPU: 8,192 on H100, 2,048 on A100, L40S, RTX 4090 |
+#
+# Merge these keys into your own `--compilation-config`.
+#
+# **Check on your server.** Time the encoder with graphs on and off, with your sizes:
+#
+# ```bash
+# vllm bench mm-processor --model moonshotai/Kimi-VL-A3B-Instruct --trust-remote-code \
+#     --dataset-name random-mm --random-mm-bucket-config '{(224, 224, 1): 1.0}' \
+#     --compilation-config '...'
+# ```
+#
+# It prints `encoder_forward_secs`. Then run `vllm bench serve` at two request rates for the
+# [TTFT](GLOSSARY.md#ttft). If graphs do not win both, leave them off.
 
 # %% [markdown]
 # ## Exercises
 #
-# Solved in [solutions/70_cuda_graphs__SOLUTION.ipynb](solutions/70_cuda_graphs__SOLUTION.ipynb).
+# Solutions, with the steps:
+# [solutions/70_cuda_graphs__SOLUTION.ipynb](solutions/70_cuda_graphs__SOLUTION.ipynb).
 #
-# **1.** Write next-fit: pictures from small to large; a run is closed when the next picture would be one too many, or would not fit the largest budget. (A picture that fits no budget does not come.)
+# ### 1. When vLLM closes a run early
+#
+# vLLM 0.32 fills a run of sorted images up to the largest budget. With $B(x)$ the smallest budget
+# that holds $x$ tokens, the next image begins a new run also if
+# $B(\text{run}) + B(\text{image}) < B(\text{run} + \text{image})$ and
+# $B(\text{image}) \ge B(\text{run})$. Write this rule: `held` are the tokens of the run. Answer
+# True or False.
 
 
 # %%
-def next_fit(tokens, budgets, max_images):
-    return None  # a list of runs, each a list of picture numbers
+def closes_early(held, image, budgets):
+    return ...
 
 
-if next_fit([5], [8], 2) is None:
-    print("not answered yet")
-else:
-    for seed in range(100):
-        tokens = random.Random(seed).choices(range(1, 17), k=9)
-        want = [list(replay.images) for replay in PACKERS["next_fit"](tokens, [8, 16, 24], 3)]
-        assert [list(run) for run in next_fit(tokens, [8, 16, 24], 3)] == want
+ladder = (512, 1024, 2048)
+runs = [((190,), 1000), ((1000,), 1020), ((90, 100), 300), ((300, 300, 300), 400), ((500,), 600)]
+cases = {}
+for run, image in runs:
+    last = pack([*run, image], ladder, 8, "next_fit_deferred")[-1]
+    cases[sum(run), image, ladder] = last.images == (len(run),)
+check_function("closes early", closes_early, cases, hint="three budgets, and two conditions")
 
 # %% [markdown]
-# **2.** A service sees five sizes, each with its count. Powers of two replay 1.74 times the real rows. Find three budgets that stay below 1.021. (Try it by hand first: which two sizes should share one?)
+# ### 2. Three budgets
+#
+# A service sees five sizes (width x height, count), one image a call. Find three budgets that
+# give every image a graph and waste less than 1.021. (By hand first: which two sizes share one
+# budget?)
 
 # %%
 seen = [(640, 480, 50), (1280, 720, 10), (1024, 768, 25), (4000, 3000, 10), (224, 224, 5)]
 answer_2 = None  # three budgets, in merged tokens
 
-if answer_2 is None:
-    print("not answered yet")
-else:
-    assert len(answer_2) == 3 and evaluate_budgets(seen, answer_2).waste[1] < 1.021
+plan_2 = evaluate_budgets(seen, answer_2 or [1])
+check(
+    "three budgets, every image has a graph, waste below 1.021",
+    answer_2 and (len(plan_2.budgets) == 3, plan_2.eager[1] == 0, plan_2.waste[1] < 1.021),
+    (True, True, True),
+    hint="sizes differ in tokens; the smaller of two neighbours pays the difference, by its count",
+    near={(True, False, True): "some images have no graph; eager wastes nothing and is slower"},
+)
 
 # %% [markdown]
-# **3.** This call of the flat program from above, a budget of 8 tokens, forgets something: it is right for the picture that it was captured with, and for others it is not, though not one feature is lost. Which input does it
-# forget? Give two pictures of 8 tokens as proof, one that comes out right and one that comes out wrong.
+# ### 3. The forgotten input
+#
+# `is_right(grid)` writes all inputs for the grid 4 x 8, rewrites all but one for `grid`, replays,
+# and compares with eager. Find a grid of 32 patches that comes out wrong, and the forgotten
+# input. `is_right(grid, name)` rewrites that input too.
+
+# %%
+forgetful = lesson.ForgetfulGraph()
+print(forgetful.inputs, "4 x 8 is right:", forgetful.is_right((4, 8)))
+
+
+grid_3, name_3 = None, None  # (h, w) and a name
+
+wrong = grid_3 and not forgetful.is_right(grid_3)
+check("a grid that comes out wrong", wrong, True, hint="which grids have 32 patches?")
+mended = grid_3 and name_3 and (wrong, forgetful.is_right(grid_3, name_3))
+check("this input mends it", mended, (True, True), hint="try the names that are printed above")
+
+# %% [markdown]
+# ### 4. Graphs for a service (operator)
+#
+# A vLLM server on H100s receives thumbnails of 224 x 224 pixels, four a call. Plan A has the
+# budget [64], plan B the budget [256], both with four images a replay. Which plan do you ship,
+# and by which factor is the other one slower, in predicted time?
+
+# %%
+plan_4, factor_4 = None, None  # "A" or "B"; a number above 1
+
+a, b = (evaluate_budgets(thumbnails, [size], (4,), max_images=4).time[4] for size in (64, 256))
+check("the plan", plan_4, "A" if a < b else "B", hint="count the replays of a call")
+check("the factor", factor_4, max(a, b) / min(a, b), rtol=0.01, near={1: "only rows are equal"})
+
+# %% [markdown]
+# ### 5. ★ A test that finds every broken graph
+#
+# Six encoders use graphs of the same tower, and some are broken like faults 2 to 5. Write
+# `is_right(encode, tower)`: it calls `encode(pixels, grids)` as often as you like, compares with
+# `tower(pixels, grids)` by `same`, and returns True or False. The encoders take any images of up
+# to 64 patches in all.
 
 
 # %%
-def values_of(pixels, grid):
-    asked = {"pixel_values": pixels, "image_grid_hws": [grid]}
-    return protocol.prepare_encoder_cudagraph_replay_buffers(asked, max_images=3)
+def is_right(encode, tower):
+    return ...
 
 
-def forgetful(pixels, grid):
-    for name in ("pixel_values", "pos_embeds", "rope_cos_sin", "cu_seqlens"):
-        inputs.buffers[name].copy_(values_of(pixels, grid)[name])
-    program.run()
-    return program.output.clone()
-
-
-pixels = torch.randn(32, 3, 14, 14)
-inputs.write(values_of(pixels, (4, 8)), images=1, rows=32)  # what it was captured with
-answer_3 = None  # (name of the input, grid that comes out right, grid that comes out wrong)
-
-if answer_3 is None:
-    print("not answered yet")
-else:
-    name, right, wrong = answer_3
-    assert same(forgetful(pixels, right), protocol.vision_tower(pixels, [right]))
-    assert not same(forgetful(pixels, wrong), protocol.vision_tower(pixels, [wrong]))
-    inputs.buffers[name].copy_(values_of(pixels, wrong)[name])  # not forgotten
-    assert same(forgetful(pixels, wrong), protocol.vision_tower(pixels, [wrong]))
+judged = small_tower()
+check_function(
+    "encoders judged",
+    lambda encoder: is_right(encoder, judged),
+    [((one,), one.right) for one in lesson.candidates(judged)],
+    hint="several grids with the same total, new pixels each time, small ones after large ones, "
+    "and the first result compared again at the end",
+)
 
 # %% [markdown]
 # ## References
 #
-# - [CUDA graphs in PyTorch](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs): what a capture allows, private pools, whole-network capture.
-# - [vLLM pull request 35963](https://github.com/vllm-project/vllm/pull/35963), the encoder's graphs by budget, and [41992](https://github.com/vllm-project/vllm/pull/41992), Kimi-VL's; as read in release 0.32.
-# - Published measurements: vLLM pull requests [35963](https://github.com/vllm-project/vllm/pull/35963), [40600](https://github.com/vllm-project/vllm/pull/40600), [41714](https://github.com/vllm-project/vllm/pull/41714),
-#   [41759](https://github.com/vllm-project/vllm/pull/41759), [41992](https://github.com/vllm-project/vllm/pull/41992), [52229](https://github.com/vllm-project/vllm/pull/52229); the rows are in `data/published/cuda_graphs.csv`.
-# - Faults of the same kinds, met in engines: equal totals, [sglang 37043](https://github.com/sgl-project/sglang/issues/37043); unwritten padding, [vllm 57136](https://github.com/vllm-project/vllm/issues/57136); aliased results,
-#   [vllm 52115](https://github.com/vllm-project/vllm/issues/52115); budget arithmetic, [vllm 38040](https://github.com/vllm-project/vllm/issues/38040).
+# - [CUDA graphs in PyTorch](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
+# - [Encoder graphs in vLLM 0.32](https://docs.vllm.ai/en/v0.32.0/design/cuda_graphs_multimodal/)
+#   and [in
+#   SGLang](https://docs.sglang.io/docs/advanced_features/cuda_graph_for_multi_modal_encoder).
+# - vLLM pull requests [35963](https://github.com/vllm-project/vllm/pull/35963), encoder graphs by
+#   budget, and [41992](https://github.com/vllm-project/vllm/pull/41992), Kimi-VL's. All published
+#   rows, with their addresses: `data/published/encoder_graphs.csv`.
+# - Faults of the same kinds, met in engines: equal totals, [sglang
+#   37043](https://github.com/sgl-project/sglang/issues/37043); unwritten padding, [vllm
+#   57136](https://github.com/vllm-project/vllm/issues/57136); aliased results, [vllm
+#   52115](https://github.com/vllm-project/vllm/issues/52115); budget arithmetic, [vllm
+#   38040](https://github.com/vllm-project/vllm/issues/38040).
+#
+# Previous: [60 GPU syncs](60_gpu_syncs.ipynb) · back to the [map of the
+# course](00_start_here.ipynb)
