@@ -20,21 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 MAIN = sorted(NOTEBOOKS.glob("*.ipynb"))
 SOLUTIONS = sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
-SECTIONS = [
-    "The question",
-    "You will be able to",
-    "Needs",
-    "Versions and machine",
-    "Predict",
-    "Build",
-    "Check equality",
-    "Measure",
-    "What to remember",
-    "Exercises",
-    "References",
-]
-# Notebooks in the form of `test_the_form_of_a_lesson` and the tests below it; the others still have the older skeleton.
-REWRITTEN = {"00", "10", "20", "25", "30", "40", "50", "60", "70", "95"}
 OPENING = ["The question", "You will be able to", "Needs", "Versions and machine"]
 MIDDLE = ["Predict: ", "Build: ", "Check equality: ", "Measure: "]
 CLOSING = ["What to remember", "On Monday", "Exercises", "References"]
@@ -44,12 +29,6 @@ SANITIZE = ROOT / "tests" / "nbval_sanitize.cfg"
 
 each_notebook = pytest.mark.parametrize("path", [*MAIN, *SOLUTIONS], ids=lambda path: path.stem)
 each_main = pytest.mark.parametrize("path", MAIN, ids=lambda path: path.stem)
-OLD = [path for path in MAIN if path.stem[:2] not in REWRITTEN]
-NEW = [path for path in MAIN if path.stem[:2] in REWRITTEN]
-each_old = pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
-each_new = pytest.mark.parametrize("path", NEW, ids=lambda path: path.stem)
-NEW_AND_SOLUTIONS = [*NEW, *(path for path in SOLUTIONS if path.stem[:2] in REWRITTEN)]
-each_new_or_solution = pytest.mark.parametrize("path", NEW_AND_SOLUTIONS, ids=lambda path: path.stem)
 
 
 def read(path):
@@ -136,20 +115,6 @@ def test_few_outputs_are_not_compared(path):
     assert not any(re.search("#.*NBVAL_", cell.source) for cell in code_cells(path)), "tags, not comments"
 
 
-@each_old
-def test_a_notebook_has_20_to_45_cells(path):
-    assert 20 <= len(read(path).cells) <= 45
-
-
-@each_old
-def test_the_skeleton(path):
-    found = sections(path)
-    assert list(found) == ["", *SECTIONS]
-    assert re.fullmatch(r"# \S.*\n\n", found[""])
-    for heading, text in found.items():
-        assert text.strip(), f"nothing under {heading!r}"
-
-
 @each_main
 def test_the_question_is_one_sentence_and_the_metadatas(path):
     question = " ".join(sections(path)["The question"].split())
@@ -197,15 +162,6 @@ def test_every_picture_is_followed_by_a_sentence_of_reading(path):
             assert following is not None and following.cell_type == "markdown", cell.source
 
 
-@each_old
-def test_exercises_have_starter_code_with_checks_and_a_link_to_the_solutions(path):
-    exercises = sections(path)["Exercises"]
-    assert f"(solutions/{path.stem}__SOLUTION.ipynb)" in exercises
-    numbers = [int(number) for number in re.findall(r"^\*\*(\d)\.\*\*", exercises, re.MULTILINE)]
-    assert numbers == list(range(1, len(numbers) + 1)) and numbers
-    assert exercises.count("assert ") >= len(numbers)
-
-
 @each_notebook
 def test_links_to_files_of_the_project_lead_somewhere(path):
     for cell in read(path).cells:
@@ -214,10 +170,10 @@ def test_links_to_files_of_the_project_lead_somewhere(path):
                 assert (path.parent / target).exists(), target
 
 
-# --- the form of a rewritten lesson ----------------------------------------------------------------------------------
+# --- the form of a lesson --------------------------------------------------------------------------------------------
 
 
-@each_new
+@each_main
 def test_the_form_of_a_lesson(path):
     found = sections(path)
     headings = list(found)[1:]
@@ -229,7 +185,7 @@ def test_the_form_of_a_lesson(path):
     assert all(text.strip() for text in found.values())
 
 
-@each_new
+@each_main
 def test_a_lesson_is_left_by_links_at_both_ends(path):
     title, navigation = read(path).cells[0].source.split("\n\n")[:2]
     assert re.fullmatch(r"# \S.*", title)
@@ -239,7 +195,7 @@ def test_a_lesson_is_left_by_links_at_both_ends(path):
     assert any(f"({name})" in last for name in others), "the last line leads on"
 
 
-@each_new_or_solution
+@each_notebook
 def test_cells_are_20_lines_and_lines_100_characters(path):
     for cell in read(path).cells:
         lines = cell.source.splitlines()
@@ -248,12 +204,12 @@ def test_cells_are_20_lines_and_lines_100_characters(path):
         assert long == []
 
 
-@each_new
+@each_main
 def test_a_lesson_has_20_to_65_cells(path):
     assert 20 <= len(read(path).cells) <= 65
 
 
-@each_new
+@each_main
 def test_terms_lead_to_the_glossary(path):
     text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
     linked = re.findall(r"\]\(GLOSSARY\.md#([^)]+)\)", text)
@@ -262,7 +218,7 @@ def test_terms_lead_to_the_glossary(path):
     assert set(linked) <= terms
 
 
-@each_new
+@each_main
 def test_a_lesson_lets_the_learner_guess_and_write_in_the_middle(path):
     found = sections(path)
     middle = "".join(text for heading, text in found.items() if ": " in heading)
@@ -270,7 +226,7 @@ def test_a_lesson_lets_the_learner_guess_and_write_in_the_middle(path):
     assert len(re.findall(r"\bcheck(?:_function)?\(", middle)) >= 2
 
 
-@each_new
+@each_main
 def test_five_exercises_one_for_operators_and_one_starred(path):
     exercises = sections(path)["Exercises"]
     assert f"(solutions/{path.stem}__SOLUTION.ipynb)" in exercises
@@ -281,7 +237,7 @@ def test_five_exercises_one_for_operators_and_one_starred(path):
     assert len(re.findall(r"\bcheck(?:_function)?\(", exercises)) >= len(titles)
 
 
-@each_new
+@each_main
 def test_blanks_and_guesses_are_left_open_and_the_solutions_answer_all_of_them(path):
     (solution,) = (other for other in SOLUTIONS if other.stem == f"{path.stem}__SOLUTION")
     printed = {}
