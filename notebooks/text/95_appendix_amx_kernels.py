@@ -92,8 +92,8 @@ _ = torch.set_grad_enabled(False), torch.manual_seed(0)
 #
 # ## Predict: how much of the work is padding?
 #
-# By hand: 40 lines, from 40 inputs to 64 outputs. The lines need 2 tile blocks, the outputs 2,
-# and the inputs 2 steps. That makes $4 \cdot 2 \cdot 2 \cdot 2 = 32$ instructions,
+# By hand: a linear layer takes 40 rows from 40 inputs to 64 outputs. The rows need 2 tile blocks,
+# the outputs 2, and the inputs 2 steps. That makes $4 \cdot 2 \cdot 2 \cdot 2 = 32$ instructions,
 # $32 \cdot 16{,}384 = 524{,}288$ FLOPs. $2 \cdot 40 \cdot 40 \cdot 64 = 204{,}800$ of them, 39 %,
 # are useful.
 #
@@ -127,7 +127,8 @@ for name, (inputs, outputs) in layers.items():
 #   result, and one more row that is explained below. 73 rows are 5 tiles (80), and the 32 keys
 #   are 1 step. That makes 5 instructions.
 #
-# Useful are $72 / 16 = 4.5$ instructions of each.
+# Without padding each product would be $32 \cdot 16 \cdot 72$ multiplications. An instruction
+# does $16 \cdot 16 \cdot 32$, so that is the work of $72 / 16 = 4.5$ instructions.
 #
 # **Your guess.** Which share of the tile work of attention is useful at $d = 72$, in %?
 
@@ -152,16 +153,17 @@ plt.show()
 # %% [markdown]
 # *How to read it:* just above a multiple of 32, $K Q^\top$ falls, because it pays a whole new
 # step. $V^\top P^\top$ falls at each multiple of 16, because the extra row needs a new tile
-# there. 72 lies just above 64, so it is a bad size for $K Q^\top$. No kernel that pads to whole
-# tiles gets above 82 %.
+# there. 72 lies just above 64, so it is a bad size for $K Q^\top$. At 72 the useful share of both
+# is $(4.5 + 4.5) / (6 + 5) = 82$ %. No kernel that pads to whole tiles gets above it.
 #
 # ### The softmax between the two products
 #
-# Each [score](GLOSSARY.md#score) goes through the [softmax](GLOSSARY.md#softmax) before it meets
+# Each [score](GLOSSARY.md#score) goes through the [softmax](GLOSSARY.md#softmax) before it weighs
 # the values. 16 scores are one vector, and take about nine vector instructions: a maximum, a
 # difference, a scaling, five for $2^x$, and one for rounding. A core does at most two in a cycle.
 # For 32 keys and 16 queries these are $32 \cdot 9 / 2 = 144$ cycles, beside $11 \cdot 16 = 176$
-# cycles of the matrix unit. Useful are $9 \cdot 16 = 144$ cycles of the unit.
+# cycles of the matrix unit. Of these 176 cycles, $9 \cdot 16 = 144$ are useful; that the softmax
+# takes 144 too is chance.
 #
 # So the useful share of the unit's peak lies between $144 / (176 + 144) = 45$ % (one after the
 # other) and $144 / 176 = 82$ % (wholly overlapped).
@@ -181,9 +183,10 @@ print(f"largest relative error {error:.1e}; rounding to bfloat16 alone: {2**-8:.
 #
 # ### Why not $Q K^\top$?
 #
-# The unit wants the second operand $B$ **by pairs**: a row of the tile holds the numbers of two
+# The unit takes the second operand $B$ **by pairs**: a row of the tile holds the numbers of two
 # neighbouring rows of $B$, interleaved. For $B$ with the rows $[0, 1]$ and $[2, 3]$, the tile's
-# row is $[0, 2, 1, 3]$. Here is a weight as the unit wants it.
+# row is $[0, 2, 1, 3]$. The next cell brings a weight into this form. Two neighbouring numbers of
+# $W$ are one word of 4 bytes, and the form is the transpose of these words.
 
 # %%
 W = torch.tensor([[0, 1, 2, 3], [10, 11, 12, 13]], dtype=torch.int16)  # two outputs, four inputs
@@ -204,8 +207,9 @@ got = tile_product(x, by_pairs)
 print("x W^T   ", got.tolist(), torch.equal(got, x @ W.T))
 
 # %% [markdown]
-# A weight is brought into this form once. But the softmax makes new weights $P$ all the time, so
-# their order matters. Compare two ways to compute attention:
+# The weight $W$ of a layer is brought into this form once. But the softmax makes new attention
+# weights $P$ for each image. So it matters whether $P$ already has the form. Compare two ways to
+# compute attention:
 #
 # - The usual way: $S = Q K^\top$, then $O = P V$. Here $P$ is the *first* operand, and $V$ must
 #   be brought into pairs. The maximum of a query runs along a row of $S$, across the 16 numbers
@@ -238,19 +242,19 @@ plt.show()
 #
 # The **row of ones** below $V^\top$ makes one more row in $O^\top$: the sum of the weights, which
 # is the softmax's denominator. The matrix unit computes it from the same rounded numbers that
-# weigh the values. At $d = 72$ it costs nothing, because it lies in rows that padding has paid
-# for.
+# weigh the values. At $d = 72$ it costs nothing: 72 rows need 5 tiles as well, and the row of
+# ones takes the place of a row of padding.
 #
 # ### A maximum that may lag behind
 #
 # Keys come in **runs** of 128, so that scores and weights stay in the cache. A softmax subtracts
 # the largest score, so that no power overflows. With keys in runs, the maximum is known only at
-# the end. So the kernel keeps a running maximum `top`, and when `top` rises, it must rescale what
-# it has summed so far.
+# the end. So the kernel keeps a running maximum `top`. When `top` rises, the kernel must rescale
+# the sums of the runs before.
 #
 # In exact arithmetic any `top` gives the same result, because numerator and denominator contain
-# the same factor. It only prevents overflow. So the kernel raises `top` only if a score exceeds
-# it by more than 8 powers of two. This is the **slack**.
+# the same factor. The subtraction only prevents overflow. So the kernel raises `top` only if a
+# score exceeds it by more than 8 powers of two. This is the **slack**.
 #
 # By hand, with maxima of four runs 3, 9, 12, 13 (in powers of two) and slack 8: `top` is 3; 9
 # exceeds it by 6, so `top` stays; 12 exceeds it by 9, so `top` becomes 12; 13 exceeds it by 1.
@@ -300,9 +304,10 @@ print("equal to the softmax written out:", relative_error(attend_runs(q, k, v), 
 # %% [markdown]
 # ### How much slack?
 #
-# Which scores need rescalings? Three groups of 16 queries see scores that climb by 0, 80 and 160
-# powers of two from the first of 4,096 keys to the last. The same keys also come shuffled, and in
-# falling order. A slack of $10^9$ means that the first run's maximum stays for good.
+# Which scores need rescalings? In the kernel 16 queries act as one: if one of them must rise, all
+# 16 are rescaled. Three groups of 16 queries see scores that climb by 0, 80 and 160 powers of two
+# from the first of 4,096 keys to the last. The same keys also come shuffled, and in falling
+# order. A slack of $10^9$ means that the first run's maximum stays for good.
 #
 # **Your guess.** With rising keys and slack 8: how many of the 93 possible rescalings (3 groups,
 # 31 runs after the first) happen?
@@ -378,9 +383,9 @@ plt.show()
 # it.
 #
 # The rule of the model: **an operand is read again from the smallest level that holds everything
-# touched in between.** By hand, for a task of 256 rows: 256 lines of $x$ with 36 steps of 64
-# bytes are $256 \cdot 36 \cdot 64 = 589{,}824$ bytes, 576 KiB. That fits the second level. So
-# when the next panel reads $x$ again, it comes from there.
+# touched in between.** By hand, for a task of 256 rows: 256 rows of $x$ with 36 steps of 64 bytes
+# are $256 \cdot 36 \cdot 64 = 589{,}824$ bytes, 576 KiB. That fits the second level. So when the
+# next panel reads $x$ again, it comes from there.
 #
 # **Your answer.** A chunk of 9 steps of one panel, and the same steps of 32 rows of $x$, lie side
 # by side in the first level. How many KiB are they together? (A step of either is 32 x 32 numbers
@@ -412,7 +417,7 @@ for way, (rows, length) in ways.items():
 # %% [markdown]
 # Line by line:
 #
-# 1. One tile block of rows first: all of $W$ comes from memory for every 32 rows. Memory can not
+# 1. One tile block of rows first: all of $W$ comes from memory for every 32 rows. Memory cannot
 #    give 32 bytes in a cycle.
 # 2. All rows past one panel: now $x$ does not fit, and comes from memory for every 32 outputs.
 # 3. A task's rows fit the second level, and $W$ comes from memory once in a task. But a panel of
@@ -471,9 +476,10 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* left, a line is a batch; further left is faster, and the ratio stands at the
-# end. Right, the useful FLOPs of a whole forward, as a share of the speed of a large square
-# product in the same rounds. The seconds at the end are in the order of the legend. What is
-# missing to 100 % is padding, the softmax, and all that is no product.
+# end. Right, the useful FLOPs of a whole forward in each second, as a share of the speed of a
+# large square product in the same rounds. The seconds at the end are in the order of the legend.
+# In the title, the encoder is compared with transformers. What is missing to 100 % is padding,
+# the softmax, and all that is no product.
 #
 # **Predicted and not tested.** We predicted 45 to 82 % of the unit's *peak* for attention. The
 # record has no peak: it knows neither the clock nor whether two cores are two threads of one. For

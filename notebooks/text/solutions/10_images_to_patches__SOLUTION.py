@@ -123,10 +123,11 @@ print("patches then:", image_geometry(1920, 1080, in_token_limit=answer_2).patch
 # the few that it has. So fix the long side and try all narrow ones.
 
 # %%
-found = {width: image_geometry(width, 3985).patches for width in range(150, 400)}
-answer_3 = (max(found, key=lambda width: found[width]), 3985)
-print(answer_3, "has", found[answer_3[0]], "patches; it is one of the few")
-check("more than 4,800 patches", found[answer_3[0]] > 4800, True)
+found = {width: image_geometry(width, 4000).patches for width in range(150, 400)}
+answer_3 = (max(found, key=lambda width: found[width]), 4000)
+passing = sum(count > 4700 for count in found.values())
+print(answer_3, "has", found[answer_3[0]], "patches;", passing, "widths pass")
+check("more than 4,700 patches", found[answer_3[0]] > 4700, True)
 
 # %% [markdown]
 # ### 4. A buffer that never overflows (operator)
@@ -136,7 +137,7 @@ check("more than 4,800 patches", found[answer_3[0]] > 4800, True)
 
 # %%
 answer_4 = 8 * 5400 * 588 / 2**20
-check("MiB", answer_4, 8 * largest_grid().patches * 588 / 2**20, rtol=0.01)
+check("MiB", answer_4, 8 * largest_grid().patches * 588 / 2**20, rtol=0.004)
 
 # %% [markdown]
 # ### 5. ★ Another normalisation
