@@ -29,17 +29,17 @@
 # ## You will be able to
 #
 # - **find** the lines of a forward that make Python wait, on a machine that has no GPU;
-# - **rewrite** such lines so that they do not wait, without a buffer that is overwritten too
-#   early;
-# - **predict** what a wait costs from three times: a launch, a kernel, and the way back.
+# - **rewrite** such lines so that they do not wait, and so that no copy takes wrong values;
+# - **predict** what a wait costs from three times: of a launch, of a kernel, and of the way back
+#   to Python.
 #
 # ## Needs
 #
 # Notebooks [00](00_start_here.ipynb) and [40](40_packed_attention.ipynb), for
 # [cu_seqlens](GLOSSARY.md#cu_seqlens) and [max_seqlen](GLOSSARY.md#max_seqlen). About 90 minutes
 # to read and solve. The notebook runs in about a minute on a CPU. A GPU is optional: without one,
-# the waits are counted on a [pretended device](GLOSSARY.md#pretended-device). Such numbers are
-# counts, never times.
+# the waits are counted on a [pretended device](GLOSSARY.md#pretended-device), which gives counts
+# and no times.
 #
 # ## Versions and machine
 
@@ -105,17 +105,17 @@ print(f"{order.launches} launches, waits after {order.waits}")
 #
 # ## Predict: what does one wait cost?
 #
-# Three times decide. In this example the host needs $t_{launch} = 8$ µs for one launch, and the
-# device needs $t_{kernel} = 20$ µs for one kernel. From the end of the last kernel until Python
-# continues, the way back takes $t_{back} = 25$ µs.
+# The price depends on three times. In this example the host needs $t_{launch} = 8$ µs for one
+# launch, and the device needs $t_{kernel} = 20$ µs for one kernel. The **way back**,
+# $t_{back} = 25$ µs, is the time from the end of the last kernel until Python continues.
 #
 # Without waits, the first kernel ends after $8 + 20 = 28$ µs. Then the device, the slower side,
-# sets the pace with 20 µs for each kernel. Twelve kernels take $28 + 11 \cdot 20 = 248$ µs.
+# sets the pace: 20 µs for each kernel. Twelve kernels take $28 + 11 \cdot 20 = 248$ µs.
 #
 # With a wait, the device idles for $t_{back}$, since nothing is in the queue. Then it idles for
 # one more launch. So a wait costs $25 + 8 = 33$ µs here, and two waits give $248 + 66 = 314$ µs.
 #
-# With kernels of 4 µs the host sets the pace. Without waits it launches all the time. At a wait
+# With kernels of 4 µs the host sets the pace: without waits it launches all the time. At a wait
 # it stands still until the running kernel is done, 4 µs, and for $t_{back}$: $4 + 25 = 29$ µs for
 # each wait.
 #
@@ -157,14 +157,14 @@ plt.show()
 # %% [markdown]
 # *How to read it:* a grey line leads from a launch to its kernel. Above, the host is done long
 # before the device: this is its lead. In the middle each wait leaves the same gap on the device,
-# and the lead is lost. Below, the kernels are so short that the device is mostly idle even
-# without waits.
+# and the lead is lost. Below, the kernels are so short that the device is mostly idle between the
+# waits too.
 #
 # ## Build: find the waits
 #
 # Here is a small encoder, all of it on the device. It drops blank patches and returns the mean
-# feature of each image. (No image is blank altogether.) It is right, and real code has each of
-# its lines.
+# feature of each image. (No image is blank altogether.) Its result is right, and lines like these
+# stand in real code.
 
 
 # %%
@@ -199,14 +199,16 @@ for event in counter.events:
 compare(Comparison(waits_guess, measured=counter.total))
 
 # %% [markdown]
-# Nine waits on five lines. Two of them are easy to see: the `if` and `tolist`. Most others wait
-# for the **size** of a result. torch must allocate the result before it launches the kernel that
-# fills it. How many lines a mask selects, or a repeat makes, only the device knows.
-# `torch.tensor(..., device=...)` waits for its copy.
+# Nine waits on five lines. Two of them are easy to see: the `if` and `tolist`.
+# `torch.tensor(..., device=...)` waits for its copy. The other six belong to results whose
+# **size** only the device knows: how many lines a mask selects, or a repeat makes. torch must
+# know it before it allocates the result. (Repeat and bincount have a second wait: torch checks
+# that no number is negative.)
 #
 # **Your code.** Start with the line that makes `owner`. `counts` lie on the device. Their sum,
-# `total`, is known on the host, since the host built the batch. Repeat image 0 `counts[0]` times,
-# image 1 `counts[1]` times, without a wait. The check counts: [values, waits].
+# `total`, is known on the host, since the host built the batch. Repeat the number 0 `counts[0]`
+# times, the number 1 `counts[1]` times, and so on, without a wait. The check compares [values,
+# number of waits].
 
 
 # %%
@@ -222,7 +224,8 @@ check_function("owners, and the waits", host_syncs.with_waits(owners), cases, hi
 # %% [markdown]
 # ### Hidden waits, and lines that only look like one
 #
-# `counts` and `x` lie on the device, `host` on the host. The mask has two lines that are true.
+# `counts`, `x` and `mask` lie on the device, `host` on the host. `mask` is true for two of the
+# three numbers.
 
 # %%
 counts, x = on_device((torch.tensor([1, 3, 2]), torch.arange(3.0)), pretended=True)
@@ -243,8 +246,8 @@ lines = {
 counted = {line: count_host_syncs(run, pretended=True) for line, run in lines.items()}
 
 # %% [markdown]
-# **Your answer.** For each line, does it wait or not? Write eleven times `True` (waits) or
-# `False` before you look at the next output.
+# **Your answer.** Does the line wait? Write a list of eleven values, `True` (waits) or `False`,
+# before you look at the next output.
 
 # %%
 line_waits = None  # a list of eleven True or False
@@ -259,9 +262,10 @@ for line, one in counted.items():  # how often each line waits
 
 # %% [markdown]
 # The rule behind the list: **a line waits when Python must know a value of the device, or the
-# size of a result.** Values that go from one kernel to the next do not pass the host. A mask that
-# is *written* through needs no size, a mask that *selects* does. Shapes are always on the host.
-# `x[0] = 1` copies one number from ordinary host memory, and the host waits for this copy.
+# size of a result, or when it copies from ordinary host memory.** A value that goes from one
+# kernel to the next does not wait. `x[mask]` needs the size of its result, `x[mask] = 0` does
+# not. Shapes are always on the host, so a loop over `counts` waits only if it reads the numbers.
+# `x[0] = 1` copies its number 1 from ordinary host memory.
 #
 # ### What the counter knows, and what it does not
 #
@@ -269,9 +273,9 @@ for line, one in counted.items():  # how often each line waits
 # was written from torch's source. `python -m kimivl_lab.syncs` prints all of it.
 #
 # An operator that is not in the table is **unknown**. It is not counted as 0: it stands in
-# `counter.unknown`, and `print(counter)` shows it. `torch.linalg.inv` is an example: torch
-# chooses the solver library by the size of the matrix. Only a GPU's own debug mode gives the
-# answer then.
+# `counter.unknown`, and `print(counter)` shows it. `torch.linalg.inv` is an example. Its check
+# for a singular matrix is one known wait. Its solver is unknown, because torch chooses the
+# library by the size of the matrix. Only the debug mode on a real GPU gives the answer then.
 
 # %%
 from kimivl_lab.syncs.rules import known
@@ -286,19 +290,20 @@ print("torch.linalg.inv:", inverse.by_kind, "unknown:", [event.kind for event in
 # ## Encoder: as it was served, and without waits
 #
 # The tower needs the grids four times: for position, [RoPE](GLOSSARY.md#rope), the
-# [merge](GLOSSARY.md#merge), and the longest image, which sizes the launch of attention.
+# [merge](GLOSSARY.md#merge), and the longest image, which sizes the launch of attention (lesson
+# 40).
 #
-# As read in SGLang before its [pull request
-# 30869](https://github.com/sgl-project/sglang/pull/30869), and in the eager path of vLLM 0.32,
-# the grids lie on the device. Position, RoPE and merge read them back once each. The longest
-# image is read **in every block**. Since that pull request SGLang reads it once. The library
-# keeps both old ways beside its own (`kimivl_lab/lessons/grids_on_device.py`), with the same
-# weights and kernels.
+# In SGLang before its [pull request 30869](https://github.com/sgl-project/sglang/pull/30869), and
+# in vLLM 0.32 without CUDA graphs, the grids lie on the device. Position, RoPE and merge read
+# them back once each. The longest image is read **in every block** (`per_layer` below). Since
+# that pull request SGLang reads it once (`per_forward`). The library keeps the grids on the host
+# (`host`). All three ways have the same weights and kernels
+# (`kimivl_lab/lessons/grids_on_device.py`).
 #
-# **Your guess.** How many waits does the old way make with $N = 27$ blocks?
+# **Your guess.** How many waits does `per_layer` make with $N = 27$ blocks?
 
 # %%
-tower_guess = guess("waits of 27 blocks, old way", None, unit="waits")
+tower_guess = guess("per_layer, 27 blocks", None, unit="waits")
 
 # %%
 config = MoonViTConfig.preset("tiny", num_hidden_layers=27)
@@ -313,7 +318,7 @@ for name, encode in METADATA_VARIANTS.items():
 compare(Comparison(tower_guess, predicted=27 + 3, measured=forwards["per_layer"].total))
 
 # %% [markdown]
-# The old way makes one wait for each block and three for the grids, $27 + 3 = 30$. If the grids
+# `per_layer` makes one wait for each block and three for the grids, $27 + 3 = 30$. If the grids
 # stay on the host, as integers, nothing is read at all.
 #
 # ### The race that can replace a wait
@@ -324,12 +329,12 @@ compare(Comparison(tower_guess, predicted=27 + 3, measured=forwards["per_layer"]
 # - `non_blocking=True` from [pinned memory](GLOSSARY.md#pinned-memory): the copy joins the queue.
 #   It reads its source later, when its turn comes.
 # - `non_blocking=True` from [pageable memory](GLOSSARY.md#pageable-memory): the copy is
-#   **staged**. The driver copies through a buffer of its own and may wait first. torch's debug
-#   mode does not see this.
+#   **staged**. The driver first copies the values to a second buffer, and may wait before that.
+#   torch's debug mode does not report this.
 #
-# The second one does not wait. But its source must not change until the copy has run. A program
-# that keeps one pinned buffer, to save the allocation, can write the next batch into it too
-# early. Here are the cu_seqlens of three batches A, B and C under three policies
+# The copy from pinned memory does not wait. But its source must not change until the copy has
+# run. A program may keep one pinned buffer, to save the allocation, and write the next batch into
+# it too early. Here are the cu_seqlens of three batches A, B and C under three policies
 # (`fill_buffers`).
 
 # %%
@@ -346,10 +351,10 @@ plt.show()
 # takes what lies there when it runs. Above, the batches A and B run with the offsets of C. All of
 # these are valid numbers, so nothing fails.
 #
-# Waiting for an event is right, and the host waits for this one copy. A fresh buffer is right
-# too, and waits for nothing. It costs little: torch keeps freed pinned memory and gives it out
-# again after the copy behind it has run. `upload` does this; the library sends all metadata of a
-# batch in one upload. The three kinds of copy, counted:
+# The third policy puts an event, a mark, into the queue behind the copy, and waits for it. This
+# is right, but it is a wait. A fresh buffer is right too, and waits for nothing. It costs little:
+# torch keeps freed pinned memory and reuses it after its copy has run. `upload` does this; the
+# library sends all metadata of a batch in one upload. The three kinds of copy, counted:
 
 # %%
 ways = {
@@ -372,8 +377,8 @@ equal = {name: torch.equal(one.value.cpu(), want) for name, one in forwards.item
 print("bit-equal to host:", equal)
 
 # %% [markdown]
-# A test must also find the wait that comes back next month. With `error=True` the first wait
-# raises an error that names its line. As a control, a hook looks for infinities behind the
+# A test must also find a wait that somebody adds next month. With `error=True` the first wait
+# raises an error that names its line. To try this, we add a check for infinite values to the
 # twelfth block.
 
 # %%
@@ -402,13 +407,14 @@ fig, ax = syncs.waits_by_depth(depths, table, title="N + 3 waits a forward, or 4
 plt.show()
 
 # %% [markdown]
-# *How to read it:* the size of a ring is the number of images. The rings coincide, because one
-# read brings back the grids of all images. Only the old way grows with the blocks.
+# *How to read it:* the size of a marker is the number of images; the printed lists hold the same
+# waits, for 2, 9, 18 and 27 blocks. All sizes lie on one point, because one read brings back the
+# grids of all images. Only `per_layer` grows with the blocks.
 #
 # ### Three orders on one clock
 #
-# The counted orders run through the model. The times are assumed: launch 8 µs, kernel 12 µs, way
-# back 25 µs.
+# `simulate` plays the counted launches and waits of all three ways. The times are assumed: launch
+# 8 µs, kernel 12 µs, way back 25 µs.
 
 # %% tags=["headline"]
 assumed, panels = {"launch": 8, "kernel": 12, "back": 25}, {}
@@ -423,10 +429,11 @@ fig, axes = syncs.timelines(panels, axis="time, µs", title=title, subtitle=subt
 plt.show()
 
 # %% [markdown]
-# *How to read it:* above, each block has a wait and a gap on the device, and the host never gets
-# ahead. In the middle, one late wait for the order of the merge: the device loses little, but the
-# host stands still until the tower is done. Below, the host is free early and prepares the next
-# batch. The old ways also have more launches, because a read needs a few kernels too.
+# *How to read it:* above, each block has a wait and a gap on the device, and the host loses its
+# lead each time. In the middle there is one late wait, in the merge: the device loses little, but
+# the host stands still until the tower is done. Below, the host is free early and can prepare the
+# next batch. The two ways with waits also have more launches, because a read needs a few kernels
+# too.
 #
 # ### When do waits hurt?
 #
@@ -437,7 +444,7 @@ plt.show()
 #
 # With launches of 5 µs, one wait then costs between $32 + 5 = 37$ and $45 + 5 = 50$ µs if kernels
 # are long. Take 26 waits and a forward of 31 ms: they cost 1.0 to 1.3 ms, 3 to 4 %. With kernels
-# ten times as fast the forward takes 3 ms, and the same waits add a third.
+# ten times as fast the forward takes 3 ms, and the same waits add 30 to 40 %.
 
 # %%
 curves = host_syncs.price_curves(order.launches)
@@ -456,7 +463,8 @@ plt.show()
 #
 # Other projects removed waits and published what they saved, with the number of waits before and
 # after. The prediction is one multiplication: waits removed, times one read alone on another GPU.
-# For 26 waits it is $26 \cdot 0.0322 = 0.84$ to $26 \cdot 0.0454 = 1.18$ ms.
+# (The launch behind each wait is left out; the projects do not state its time.) For 26 waits it
+# is $26 \cdot 0.032 = 0.84$ to $26 \cdot 0.045 = 1.18$ ms.
 
 # %%
 found = host_syncs.savings()
@@ -476,22 +484,23 @@ plt.show()
 #
 # - The first row is a tower alone, and the dot lies in the bar.
 # - The next two are one profile of another encoder. The GPU's gaps shrank by three times the
-#   prediction. The tower's wall time shrank by less than a fifth of it; the authors say that this
-#   is within the variation between runs. So this row is a miss, or no measurement.
-# - The last two are servers under load. There a wait is for **everything in the queue**. In the
-#   last row the read waited for the whole forward of the step before.
+#   prediction. The tower's wall time shrank by about a fifth of it; the authors say that this is
+#   within the variation between runs. So neither row confirms the prediction.
+# - The last two are servers under load. There a wait lasts until **everything in the queue** is
+#   done. In the last row the read waited for the whole forward of the step before.
 #
 # A count can be checked exactly. [SGLang's pull request
-# 31637](https://github.com/sgl-project/sglang/pull/31637) profiled 12 copies to the host in four
-# forwards: 3 in each, the reads of the grids that we count too. After the change there were none.
-# The throughput moved by 0.8 %, which is noise: 12 waits of 45 µs are 0.5 ms over eight requests.
+# 31637](https://github.com/sgl-project/sglang/pull/31637) found 12 copies to the host in a
+# profile of four forwards: 3 in each, the reads of the grids that we count too. After the change
+# there were none. The throughput rose by 0.8 %, which its authors call noise. This is no
+# surprise: 12 waits of 45 µs are 0.5 ms, spread over eight requests.
 #
 # ### On your machine, in slow motion
 #
-# A thread that takes what is submitted, in order, **is** a device with a queue. With launches of
-# 0.4 ms and kernels of 1 ms, Python itself can time each event. `slow_motion` runs 0, 2 and 5
-# waits in a random order, seven times each. $t_{launch}$ and $t_{kernel}$ come from the runs
-# without waits, $t_{back}$ from empty round trips.
+# A thread can play the device: it takes submitted work in order, as a GPU takes kernels from its
+# queue. With launches of 0.4 ms and kernels of 1 ms, Python itself can time each event.
+# `slow_motion` runs 0, 2 and 5 waits in a random order, seven times each. $t_{launch}$ and
+# $t_{kernel}$ come from the runs without waits, $t_{back}$ from empty round trips.
 
 # %% tags=["nbval-ignore-output"]
 slow = host_syncs.slow_motion()
@@ -503,8 +512,8 @@ fig, axes = syncs.timelines(shown, axis="time, ms", title=title, subtitle=subtit
 plt.show()
 
 # %% [markdown]
-# *How to read it:* as in the first picture, but each span was timed. Each gap on the device is
-# one launch and a little time for the way back.
+# *How to read it:* as in the first picture, but each span was measured. Each gap on the device is
+# one launch and a short way back.
 
 # %% [markdown]
 # ## In your server: how to see waits
@@ -512,8 +521,8 @@ plt.show()
 # Three tools show the waits of a real GPU. Look only at the encoder's part of the forward.
 #
 # 1. `torch.cuda.set_sync_debug_mode("warn")` prints a warning with the line for each wait that
-#    torch causes. It does not see staged copies, or waits of an extension. Set it in the worker
-#    process, around the encoder.
+#    torch causes. It does not see staged copies, or waits inside a C++ extension. Set it in the
+#    worker process, around the encoder.
 # 2. `torch.profiler` counts the calls of CUDA. A `.item()` is one `cudaMemcpyAsync` to the host
 #    and one `cudaStreamSynchronize` behind it.
 # 3. `nsys profile -t cuda,nvtx -o encoder vllm serve ...` records a whole server (SGLang:
@@ -545,12 +554,13 @@ else:
 # %% [markdown]
 # ## What to remember
 #
-# - A line waits when Python must know a value of the device, or the size of a result. The count
-#   needs no GPU, for operators that the table knows.
-# - A wait costs the way back plus the shorter of launch and kernel. Under load it costs
-#   everything that is queued.
+# - A line waits when Python must know a value of the device or the size of a result, and when it
+#   copies from ordinary host memory. The count needs no GPU, for operators that the table knows.
+# - A wait costs the way back plus the shorter of launch and kernel. Under load it lasts until
+#   everything in the queue is done.
 # - Waits weigh most where kernels are short: small images, fast GPUs.
-# - Grids are integers that the host had all along. Kept there, $N + 3$ waits become none.
+# - The host knows the grids as integers from the start. If it keeps them, $N + 3$ waits become
+#   none.
 # - A copy that does not wait reads its source later. Take fresh pinned memory for each batch, or
 #   wait for an event before the next write.
 
@@ -564,18 +574,20 @@ print(f"published for a tower on an {alone.row['gpu']}: {alone.published:.2f} ms
 # %% [markdown]
 # ## On Monday
 #
-# - **Flags.** vLLM has no flag against the read in every block. As read in 0.32, its eager
-#   encoder still has it. A [CUDA graph](GLOSSARY.md#cuda-graph) has not, but each replay reads
-#   the grids back (`"cudagraph_mm_encoder": true` in `--compilation-config`; default `false`).
-#   For SGLang take a release that contains 30869 and 30878. Leave
-#   `SGLANG_VIT_ENABLE_VECTORIZED_POS_EMBED` at `1`, the default in the source that we read: it
-#   avoids one wait for each image.
+# - **Flags.** vLLM has no flag against the read in every block. In 0.32 its encoder still has it,
+#   unless it runs as a [CUDA graph](GLOSSARY.md#cuda-graph), which cannot read
+#   (`"cudagraph_mm_encoder": true` in `--compilation-config`; the default is `false`). For SGLang
+#   take a release that contains 30869 and 30878, and leave
+#   `SGLANG_VIT_ENABLE_VECTORIZED_POS_EMBED` at its default `1`: it avoids one wait for each
+#   image.
 # - **Decide** by a profile. Count the waits of one encoder forward, multiply them by 50 µs, and
-#   compare with your [TTFT](GLOSSARY.md#ttft). Below one percent, do no more than the next
-#   regular update.
+#   compare with your [TTFT](GLOSSARY.md#ttft). Below one percent, wait for the next regular
+#   update.
 # - **Check on your server:** record one request with `nsys` as above and count the
-#   `cudaStreamSynchronize` between the first and the last kernel of the encoder. Some 30 mean the
-#   old way, 3 or 4 the grids alone. Repeat the count after every upgrade.
+#   `cudaStreamSynchronize` between the first and the last kernel of the encoder. About 30 mean a
+#   read in every block; 3 or 4 mean that only the grids are read. Repeat the count after every
+#   upgrade.
+# - In your own code: run the forward in a test under `count_host_syncs(..., error=True)`.
 
 # %% [markdown]
 # ## Exercises
@@ -624,10 +636,12 @@ check("µs saved", answer_2, ends[0] - ends[1], hint=hint, near=near)
 # - `cudaLaunchKernel`: 410 times, 5 µs each on the host; a kernel takes 90 µs on average
 # - `cudaMemcpyAsync` DtoH, pageable: 31 times
 # - `cudaMemcpyAsync` HtoD, pageable: 4 times
-# - `cudaStreamSynchronize`: 35 times; one read alone takes 40 µs on this GPU
+# - `cudaStreamSynchronize`: 35 times
 #
-# The TTFT is 180 ms. How many waits does the forward have, and how many **ms** can their removal
-# save at most while the GPU does nothing else? Is it worth a change of the engine today?
+# One read alone takes 40 µs on this GPU.
+#
+# The TTFT is 180 ms. How many waits does the forward have? If the GPU has no other work, how many
+# **ms** does their removal save? Is it worth a change of the engine today?
 
 # %%
 answer_3 = None  # (waits, ms)
@@ -649,8 +663,8 @@ check(
 # %% [markdown]
 # ### 4. Six more lines
 #
-# `x`, `counts`, `owner` and `mask` lie on the device. How often does each line wait? Answer with
-# six numbers.
+# `x`, `owner` and `mask` lie on the device. How often does each line wait? Answer with six
+# numbers.
 
 # %%
 owner = on_device(torch.tensor([0, 0, 1]), pretended=True)
@@ -665,16 +679,16 @@ six_lines = {
 answer_4 = None  # six numbers
 
 waits = [count_host_syncs(run, pretended=True).total for run in six_lines.values()]
-hint = "is the size of the result known from shapes and Python numbers alone?"
+hint = "does torch need a size that the device knows, or a Python number for an index?"
 check("waits of six lines", answer_4, waits, hint=hint)
 
 # %% [markdown]
 # ### 5. ★ How many buffers are enough?
 #
-# A program keeps a ring of pinned buffers and writes batch after batch into the next one, without
-# events. `events` is the order of what happened: `w` is a write of the host, `c` is a copy of the
-# device, each of the oldest batch that is not copied yet. Write the smallest number of buffers
-# for which no batch is overwritten before its copy. For `"wwcwcc"` it is 2.
+# A program keeps a ring of pinned buffers and writes batch after batch into the next one, and
+# does not wait. The string `events` says what happened, in order: `w` is a write of the host; `c`
+# is a copy of the device, always of the oldest batch that is not copied yet. Return the smallest
+# number of buffers with which no batch is overwritten before its copy. For `"wwcwcc"` it is 2.
 
 
 # %%

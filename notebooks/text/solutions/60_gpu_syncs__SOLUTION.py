@@ -52,11 +52,11 @@ _ = torch.set_grad_enabled(False)
 
 # %%
 waits_guess = guess("waits of mean_features", 9, unit="waits")
-tower_guess = guess("waits of 27 blocks, old way", 30, unit="waits")
+tower_guess = guess("per_layer, 27 blocks", 30, unit="waits")
 
 # %% [markdown]
 # **The price of one wait.** After the wait the queue is empty, and the work of the shorter side
-# no longer overlaps the work of the other side. To it comes the way back.
+# no longer overlaps the work of the other side. The way back is added.
 
 
 # %%
@@ -122,7 +122,8 @@ check("lines that wait", line_waits, counted)
 #
 # ### 1. Nine waits, one after the other
 #
-# 1. Clamp always. A clamp that changes nothing is cheaper than the question whether it would.
+# 1. Clamp always. A clamp that changes nothing costs less than a wait for the answer whether it
+#    is needed.
 # 2. A constant needs no tensor. Python's number goes along with the launch.
 # 3. Which image a patch belongs to follows from the grids. The host repeats, and one upload takes
 #    the result to the device.
@@ -130,8 +131,8 @@ check("lines that wait", line_waits, counted)
 #    that must be read.
 # 5. Keep blank patches, with weight zero, so that no size depends on a value.
 #
-# The function below has each line as it was and as it should be; `removed` of the five are
-# rewritten.
+# The function below has each line as it was and as it should be. The first `removed` of the five
+# are rewritten.
 
 
 # %%
@@ -205,8 +206,8 @@ check("µs saved", answer_2, ends[0] - ends[1])
 # $35 \cdot 45 = 1{,}575$ µs.
 #
 # This is less than 1 % of the TTFT. Under load a wait can cost far more, because it waits for the
-# whole queue. But that is no number that this profile shows. So: no change today; take the
-# release without the reads at the next upgrade, and count again.
+# whole queue. This profile does not show how much. So: no change today; take the release without
+# the reads at the next upgrade, and count again.
 
 # %%
 answer_3 = (35, 35 * (40 + 5) / 1000)
@@ -219,8 +220,7 @@ check("(waits, ms)", answer_3, (35, 35 * price / 1e3), rtol=0.01)
 # With `num_classes` the size of the one-hot matrix is known. Without it torch reads the largest
 # number. `torch.where` with three arguments has the shape of its inputs; with one it lists
 # positions, and their number is read. A sum and its root stay on the device. `x[x.argmax()]`
-# reads: torch takes a single integer that is used as an index to the host, and makes a view with
-# it.
+# reads: torch reads an index that is one integer, and makes a view with it.
 
 # %%
 owner = on_device(torch.tensor([0, 0, 1]), pretended=True)
@@ -242,8 +242,8 @@ check("waits of six lines", answer_4, waits)
 # %% [markdown]
 # ### 5. ★ How many buffers are enough?
 #
-# A batch needs its buffer from its write to its copy. So the ring needs as many buffers as
-# batches lie written and not copied at any moment.
+# A batch needs its buffer from its write to its copy. So the ring needs as many buffers as there
+# are batches, at the worst moment, that are written and not yet copied.
 
 
 # %%
