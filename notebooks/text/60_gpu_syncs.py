@@ -269,13 +269,13 @@ for line, one in counted.items():  # how often each line waits
 #
 # ### What the counter knows, and what it does not
 #
-# The counter looks each torch operator up in one table, `kimivl_lab/syncs/rules.py`. The table
-# was written from torch's source. `python -m kimivl_lab.syncs` prints all of it.
+# The counter looks each torch operator up in one table, `kimivl_lab/syncs/rules.py`.
+# `python -m kimivl_lab.syncs` prints all of it.
 #
 # An operator that is not in the table is **unknown**. It is not counted as 0: it stands in
 # `counter.unknown`, and `print(counter)` shows it. `torch.linalg.inv` is an example. Its check
 # for a singular matrix is one known wait. Its solver is unknown, because torch chooses the
-# library by the size of the matrix. Only the debug mode on a real GPU gives the answer then.
+# library by the size of the matrix.
 
 # %%
 from kimivl_lab.syncs.rules import known
@@ -352,9 +352,9 @@ plt.show()
 # these are valid numbers, so nothing fails.
 #
 # The third policy puts an event, a mark, into the queue behind the copy, and waits for it. This
-# is right, but it is a wait. A fresh buffer is right too, and waits for nothing. It costs little:
-# torch keeps freed pinned memory and reuses it after its copy has run. `upload` does this; the
-# library sends all metadata of a batch in one upload. The three kinds of copy, counted:
+# is right, but it is a wait. A fresh buffer is right too, and waits for nothing. torch reuses
+# freed pinned memory after its copy has run. `upload` does this. The three kinds of copy,
+# counted:
 
 # %%
 ways = {
@@ -377,9 +377,8 @@ equal = {name: torch.equal(one.value.cpu(), want) for name, one in forwards.item
 print("bit-equal to host:", equal)
 
 # %% [markdown]
-# A test must also find a wait that somebody adds next month. With `error=True` the first wait
-# raises an error that names its line. To try this, we add a check for infinite values to the
-# twelfth block.
+# A test must also find new waits. With `error=True` the first wait raises an error that names its
+# line. To try this, we add a check for infinite values to the twelfth block.
 
 # %%
 hook = away.encoder.blocks[11].register_forward_hook(
@@ -407,9 +406,8 @@ fig, ax = syncs.waits_by_depth(depths, table, title="N + 3 waits a forward, or 4
 plt.show()
 
 # %% [markdown]
-# *How to read it:* the size of a marker is the number of images; the printed lists hold the same
-# waits, for 2, 9, 18 and 27 blocks. All sizes lie on one point, because one read brings back the
-# grids of all images. Only `per_layer` grows with the blocks.
+# *How to read it:* the size of a marker is the number of images. All sizes lie on one point,
+# because one read brings back the grids of all images. Only `per_layer` grows with the blocks.
 #
 # ### Three orders on one clock
 #
@@ -432,8 +430,7 @@ plt.show()
 # *How to read it:* above, each block has a wait and a gap on the device, and the host loses its
 # lead each time. In the middle there is one late wait, in the merge: the device loses little, but
 # the host stands still until the tower is done. Below, the host is free early and can prepare the
-# next batch. The two ways with waits also have more launches, because a read needs a few kernels
-# too.
+# next batch.
 #
 # ### When do waits hurt?
 #
@@ -457,14 +454,14 @@ plt.show()
 # *How to read it:* left, the price of one wait, for the middle of 32 and 45 µs. Right, what waits
 # add to the whole forward; a band goes from 32 to 45 µs for the way back. The circle is a
 # published measurement: a tower with the same number of blocks, before and after 26 waits were
-# removed. It lies in the band of 26 waits.
+# removed.
 #
 # ### Predicted against published
 #
 # Other projects removed waits and published what they saved, with the number of waits before and
 # after. The prediction is one multiplication: waits removed, times one read alone on another GPU.
-# (The launch behind each wait is left out; the projects do not state its time.) For 26 waits it
-# is $26 \cdot 0.032 = 0.84$ to $26 \cdot 0.045 = 1.18$ ms.
+# (The launch behind a wait is left out.) For 26 waits it is $26 \cdot 0.0322 = 0.84$ to
+# $26 \cdot 0.0454 = 1.18$ ms.
 
 # %%
 found = host_syncs.savings()
@@ -492,15 +489,14 @@ plt.show()
 # A count can be checked exactly. [SGLang's pull request
 # 31637](https://github.com/sgl-project/sglang/pull/31637) found 12 copies to the host in a
 # profile of four forwards: 3 in each, the reads of the grids that we count too. After the change
-# there were none. The throughput rose by 0.8 %, which its authors call noise. This is no
-# surprise: 12 waits of 45 µs are 0.5 ms, spread over eight requests.
+# there were none. The throughput rose by 0.8 %, which its authors call noise.
 #
 # ### On your machine, in slow motion
 #
-# A thread can play the device: it takes submitted work in order, as a GPU takes kernels from its
-# queue. With launches of 0.4 ms and kernels of 1 ms, Python itself can time each event.
-# `slow_motion` runs 0, 2 and 5 waits in a random order, seven times each. $t_{launch}$ and
-# $t_{kernel}$ come from the runs without waits, $t_{back}$ from empty round trips.
+# A thread can play the device: it takes submitted work in order. With launches of 0.4 ms and
+# kernels of 1 ms, Python itself can time each event. `slow_motion` runs 0, 2 and 5 waits in a
+# random order, seven times each. $t_{launch}$ and $t_{kernel}$ come from the runs without waits,
+# $t_{back}$ from empty round trips.
 
 # %% tags=["nbval-ignore-output"]
 slow = host_syncs.slow_motion()
@@ -518,7 +514,7 @@ plt.show()
 # %% [markdown]
 # ## In your server: how to see waits
 #
-# Three tools show the waits of a real GPU. Look only at the encoder's part of the forward.
+# Three tools show the waits of a real GPU.
 #
 # 1. `torch.cuda.set_sync_debug_mode("warn")` prints a warning with the line for each wait that
 #    torch causes. It does not see staged copies, or waits inside a C++ extension. Set it in the
@@ -530,7 +526,7 @@ plt.show()
 #    lists the calls. On the time line, search for `cudaStreamSynchronize` and for copies "DtoH"
 #    between the encoder's kernels. The gap in the row of kernels behind such a call is the price.
 #
-# If there is a GPU, the next cell does 1 and 2, and times one read among short kernels there.
+# With a GPU, the next cell does 1 and 2.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -574,20 +570,18 @@ print(f"published for a tower on an {alone.row['gpu']}: {alone.published:.2f} ms
 # %% [markdown]
 # ## On Monday
 #
-# - **Flags.** vLLM has no flag against the read in every block. In 0.32 its encoder still has it,
-#   unless it runs as a [CUDA graph](GLOSSARY.md#cuda-graph), which cannot read
-#   (`"cudagraph_mm_encoder": true` in `--compilation-config`; the default is `false`). For SGLang
-#   take a release that contains 30869 and 30878, and leave
-#   `SGLANG_VIT_ENABLE_VECTORIZED_POS_EMBED` at its default `1`: it avoids one wait for each
-#   image.
+# - **Flags.** vLLM has no flag against the read in every block. In release 0.32 its eager encoder
+#   still has it. A [CUDA graph](GLOSSARY.md#cuda-graph) does not have it, but each replay reads
+#   the grids back (`"cudagraph_mm_encoder": true` in `--compilation-config`; the default is
+#   `false`). For SGLang take a release that contains 30869 and 30878. Leave
+#   `SGLANG_VIT_ENABLE_VECTORIZED_POS_EMBED` at `1`, the default in the source that we read: it
+#   avoids one wait for each image.
 # - **Decide** by a profile. Count the waits of one encoder forward, multiply them by 50 µs, and
 #   compare with your [TTFT](GLOSSARY.md#ttft). Below one percent, wait for the next regular
 #   update.
 # - **Check on your server:** record one request with `nsys` as above and count the
 #   `cudaStreamSynchronize` between the first and the last kernel of the encoder. About 30 mean a
-#   read in every block; 3 or 4 mean that only the grids are read. Repeat the count after every
-#   upgrade.
-# - In your own code: run the forward in a test under `count_host_syncs(..., error=True)`.
+#   read in every block; 3 or 4 mean that only the grids are read.
 
 # %% [markdown]
 # ## Exercises
