@@ -55,12 +55,18 @@ def results_of(module: str, timeout_s: float, *arguments: object) -> Callable[[i
     return of
 
 
+def new_group(timeout_s: float) -> dist.ProcessGroup:
+    """A group of all ranks, which meet first: they have no more than `timeout_s` to make it together."""
+    dist.barrier()
+    return dist.new_group(timeout=timedelta(seconds=timeout_s))
+
+
 def _run_cases(module: str, timeout_s: float, *arguments: object) -> dict[str, tuple[Any, str | None]]:
     import_module(module)
     everyone = init_group(timeout_s=60)
     results = {}
     for case in _CASES[module]:
-        group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+        group = new_group(timeout_s)
         dist.barrier(everyone)
         try:
             with torch.no_grad():

@@ -8,7 +8,6 @@ import io
 import pickle
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -27,9 +26,9 @@ from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
 from kimivl_lab.parallel.groups import RankError
 from kimivl_lab.parallel.tensor_parallel import tensor_parallel
 from tests.conftest import pixels_for, relative_error, tiny_encoder, tiny_tower
-from tests.rank_cases import free_links, on_ranks, results_of
+from tests.rank_cases import free_links, new_group, on_ranks, results_of
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 GRIDS = [(4, 6), (2, 2), (8, 4)]
 MODES = {2: ("data", "tensor", "auto", "auto, links free", "run_dp"), 3: ("data", "auto", "run_dp")}
 
@@ -62,7 +61,7 @@ def by_mode(group, batches: Callable[[bool], list[tuple[int, list]]]) -> dict[st
     """Mode -> outcomes of the batches (seed, grids) that this rank encodes; the last rank is the one that strays."""
     found = {}
     for mode in MODES[group.size()]:
-        encode = encode_by(mode, dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))
+        encode = encode_by(mode, new_group(TIMEOUT_S))
         mine = batches(group.rank() == group.size() - 1)
         found[mode] = [outcome(lambda: encode(pixels_for(grids, seed), grids)) for seed, grids in mine]  # noqa: B023
         dist.barrier()
