@@ -130,7 +130,7 @@ check_function(
 
 # %% [markdown]
 # **Your guess.** A batch holds four photographs and a thin icon, printed below with their
-# patches. Which part of the scores does a mask throw away, in %? Estimate it; do not compute.
+# patches. Which part of the scores does a mask throw away, in %? Estimate; do not compute.
 
 # %%
 names = ["astronaut", "chelsea", "china", "coffee", "tall_icon"]
@@ -172,8 +172,8 @@ plt.show()
 # $8{,}192^2 = 67$ million bytes, 64 MiB. In float32 both matrices take 320 MiB, 5 times as much.
 # For 8 images of $64 \times 64$ patches $L$ is 4 times as large, and the mask 16 times: 1 GiB.
 #
-# Three ways compute the coloured squares. A **run** is a series of neighbours in the batch with
-# the same number of patches.
+# Three ways compute the needed scores. A **run** is a series of neighbours in the batch with the
+# same number of patches.
 #
 # | way | name in the library | calls | scores | memory beyond the result |
 # |---|---|---|---|---|
@@ -197,7 +197,7 @@ plt.show()
 # - [`max_seqlen`](GLOSSARY.md#max_seqlen), a bound: no image has more patches. Here it is 3.
 #
 # A batch can have more slots than images. Unused slots repeat the last offset: 0, 2, 5, 5 has a
-# third slot without patches. The library makes both from the grids of the images:
+# third slot without patches. The library makes the offsets and the bound from the images' grids:
 
 # %%
 tower = MoonVitPretrainedModel(MoonViTConfig.preset("tiny")).eval()
@@ -283,9 +283,9 @@ def varlen_kernel(q, k, v, cu_seqlens, max_seqlen, tile=64):
 # memory held before.
 #
 # The mistake is easy, because the encoder counts in two units: patches, and
-# [tokens](GLOSSARY.md#token) of four patches. In release 0.32 of vLLM, as read, the `max_seqlen`
-# with which its [CUDA graphs of Kimi-VL](https://github.com/vllm-project/vllm/pull/41992) are
-# captured is the [budget](GLOSSARY.md#budget) in **tokens**, while attention counts **patches**.
+# [tokens](GLOSSARY.md#token) of four patches. vLLM 0.32, as read, captures its [CUDA graphs of
+# Kimi-VL](https://github.com/vllm-project/vllm/pull/41992). Their `max_seqlen` is the
+# [budget](GLOSSARY.md#budget) in **tokens**, but attention counts **patches**.
 #
 # By hand: the photograph china has 1,472 patches, 368 tokens. The bound 368 gives
 # $\lceil 368 / 64 \rceil = 6$ tiles, and these are 384 patches. The other
@@ -323,10 +323,10 @@ plt.show()
 # *How to read it:* the results of the hatched patches are whatever the memory held before. With
 # more images the bound grows, so less is missing.
 #
-# Nothing is missing if the batch has at least four times as many patches as its longest image. So
-# a test with many small images passes, and one large photograph in production fails. The test
-# that finds the mistake sends **one** image that fills the budget, and compares **values** with
-# attention without a graph.
+# Nothing is missing if the batch has at least four times as many patches as its longest image.
+# So a test with many small images passes, and one large photograph in production fails. The test
+# that finds the mistake sends **one** image that fills the budget, and compares the **values**
+# with those without a graph.
 #
 # The library makes the bound from the same grids as the offsets, in patches. Where it can read
 # the offsets, it refuses a bound that is too small:
@@ -391,7 +391,7 @@ for way in ("sdpa_masked", "sdpa", "eager"):
 
 # %% [markdown]
 # With a mask, one broken image spoils the whole batch. The other two ways, and a variable-length
-# kernel, take one image at a time. They never touch the values of another.
+# kernel, take one image at a time. They never touch another image's values.
 
 # %% [markdown]
 # ## Measure: mask, loop and kernel
@@ -426,8 +426,7 @@ for count in (4, 6, 8, 10):
 # %% [markdown]
 # The ratio is not exactly that of the scores. The mask is also built, turned into numbers, and
 # read by every head; and one large call can use a machine better than five small ones. The same
-# cell measured memory. Its batches alternate between two sizes, so that each image is a run
-# alone.
+# cell measured memory. Its batches alternate between two sizes, so each image is a run.
 
 # %%
 patches = [1024 * 2**step for step in range(9)]
@@ -471,11 +470,11 @@ if not kernels:
 # %% [markdown]
 # ## Measure: one block under the roofline
 #
-# Attention is one of nine operators of a block. Which of them wait for arithmetic, and which for
-# memory? By hand, for one image of $n = 1{,}472$ patches in float32: attention does $4n^2D$ FLOPs
-# and moves $4nD$ numbers of 4 bytes. That is $n / 4 = 368$ FLOPs for each byte. A residual adds
-# two numbers: 1 FLOP for 12 bytes (two numbers read, one written), or 0.08 FLOPs for each byte.
-# The formulas of all nine are in `kimivl_lab/lessons/block_operators.py`.
+# Attention is one of nine operators of a block. Which operators wait for arithmetic, and which
+# for memory? By hand, for one image of $n = 1{,}472$ patches in float32: attention does $4n^2D$
+# FLOPs and moves $4nD$ numbers of 4 bytes. That is $n / 4 = 368$ FLOPs for each byte. A residual
+# adds two numbers: 1 FLOP for 12 bytes (two numbers read, one written), or 0.08 FLOPs for each
+# byte. The formulas of all nine are in `kimivl_lab/lessons/block_operators.py`.
 
 # %%
 lab, published = MoonViTConfig.preset("lab"), MoonViTConfig.preset("kimi-vl-a3b")
@@ -518,13 +517,13 @@ plt.show()
 # %% [markdown]
 # *How to read it:* left, the roof is what this machine allows. The light line from a mark up to
 # the roof is what a better implementation can win. A mark above the roof found its data in a
-# cache, which is faster than memory. Right, the same as times. A mark far below the slope is
-# slowed by something that neither roof shows, such as GELU's tanh: many operations, which the
-# count takes for a few.
+# cache, which is faster than memory. Right, the same operators as times. A mark far below the
+# slope is slowed by something that neither roof shows, such as GELU's tanh: the count takes its
+# many operations for a few.
 #
 # GELU and the residuals read what a product has just written. A kernel can apply them to each
 # tile of the product before the tile is written; this is called **fusing**. Exercise 4 bounds
-# what it wins.
+# what fusing wins.
 
 # %% [markdown]
 # ## What to remember
@@ -532,8 +531,8 @@ plt.show()
 # - A mask over $m$ images of similar size wastes $1 - 1/m$ of its scores, and takes $L^2$ bytes
 #   or more. Offsets say the same in $4(m + 1)$ bytes.
 # - The kernel reads `cu_seqlens` while it runs. `max_seqlen` decides how many programs are
-#   launched. Too large is harmless. Too small leaves patches uncomputed, without an error. Both
-#   count **patches**.
+#   launched. A too large bound is harmless. A too small bound leaves patches uncomputed, without
+#   an error. Offsets and bound count **patches**.
 # - Separation is tested for equal bits, with a control that must fail, and with NaN in another
 #   image. A mask does not stop NaN.
 # - The matrix products and attention wait for arithmetic, and the other operators for memory, on
@@ -555,8 +554,8 @@ print(f"A bound in tokens: an image that fills its budget loses {left_out[1]:.0%
 #   default `None`: the server chooses by platform. Set the flag if the start-up log shows SDPA on
 #   a GPU that has flash-attn.
 # - **Check the choice:** send 8 photographs in one request and watch the GPU's memory peak. With
-#   a mask it grows by about $3L^2$ bytes in bfloat16: 0.4 GB for 8 photographs of 1,472 patches,
-#   and four times as much for 16.
+#   a mask the peak grows by about $3L^2$ bytes in bfloat16: 0.4 GB for 8 photographs of 1,472
+#   patches, and four times as much for 16.
 # - **Check the bound** if encoder CUDA graphs are on (vLLM `cudagraph_mm_encoder`, default
 #   `false`): send one large image alone, at temperature 0, with graphs and without. If the
 #   answers about its lower part differ, suspect `max_seqlen` (exercise 2).
@@ -630,9 +629,9 @@ check(
 # %% [markdown]
 # ### 4. What fusing can win
 #
-# On one machine the operators of a block take 88.5 ms together, of it GELU 6.4 ms and the
-# residuals 1.2 ms. A fused kernel would make both disappear, and with them 27 % of the bytes that
-# a block moves. By which factor does the block become faster at most?
+# On one machine the operators of a block take 88.5 ms together. GELU takes 6.4 ms, the
+# residuals 1.2 ms. A fused kernel would make both disappear, and with them 27 % of the bytes
+# that a block moves. By which factor does the block become faster at most?
 
 # %%
 answer_4 = None  # a factor, above 1
@@ -650,11 +649,11 @@ check(
 # ### 5. ★ Attention without all the scores
 #
 # A fast kernel never holds all scores of a query. It takes the keys in pieces. For each query it
-# keeps the largest score so far, the sum of the exponentials, and the weighted sum of the values.
-# When a later piece has a larger score, it scales both sums down. Write it: `q` is $(n, d)$;
-# `keys` and `values` are lists of pieces, each (keys of the piece, $d$); the scale is $d^{-1/2}$.
-# The second case has scores above 100. Their `exp` overflows unless the largest score is
-# subtracted first.
+# keeps the largest score so far, the sum of the exponentials, and the weighted sum of the
+# values. When a later piece has a larger score, it scales both sums down. Write this attention:
+# `q` is $(n, d)$; `keys` and `values` are lists of pieces, each (keys of the piece, $d$); the
+# scale is $d^{-1/2}$. The second case has scores above 100. Their `exp` overflows unless the
+# largest score is subtracted first.
 
 
 # %%

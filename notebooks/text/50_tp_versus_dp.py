@@ -70,7 +70,7 @@ _ = torch.set_grad_enabled(False)
 # %% [markdown]
 # ## Ranks: two ways to share the work
 #
-# A server often runs one model on several GPUs. It starts one process for each GPU. This process
+# A server often runs one model on several GPUs. It starts one process for each GPU. Each process
 # is a [rank](GLOSSARY.md#rank). Each rank has a memory that the others cannot read, so ranks
 # exchange tensors by [collectives](GLOSSARY.md#collective). All ranks of a group must call the
 # same collective. Rank 0 holds [1, 2] and rank 1 holds [10, 20]:
@@ -81,7 +81,7 @@ _ = torch.set_grad_enabled(False)
 # | [all-gather](GLOSSARY.md#all-gather): all parts, side by side | [1, 2, 10, 20] | [1, 2, 10, 20] |
 # | [broadcast](GLOSSARY.md#broadcast): a copy of rank 0's tensor | [1, 2] | [1, 2] |
 #
-# There are two ways to share the work of the encoder:
+# There are two ways to share the encoder's work:
 #
 # - **[Data parallel](GLOSSARY.md#data-parallel):** each rank has all weights and encodes some of
 #   the images. One all-gather at the end gives every rank the features of all images.
@@ -95,18 +95,19 @@ fig, axes = parallel.who_holds_what(full, 2, title)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* a colour is a rank, white is the same on both. Above, each matrix exists once,
-# cut in two. Below, each matrix exists twice, and the patches are divided.
+# *How to read it:* a colour is a rank, white is the same on both ranks. Above, each matrix
+# exists once, cut in two. Below, each matrix exists twice, and the patches are divided.
 #
 # ## Predict: bytes between the ranks
 #
-# **Tensor parallel.** An all-reduce sums a tensor of $L \times D$ numbers, twice in each of the
-# $N$ blocks. Take four images of 32 x 32 patches: $L = 4{,}096$. In bfloat16 the tensor has
-# $4{,}096 \cdot 1{,}152 \cdot 2$ bytes = 9.437 MB, and there are $2 \cdot 27 = 54$ of them.
+# **Tensor parallel.** Each of the $N$ blocks has two all-reduces. Each sums a tensor of
+# $L \times D$ numbers. Take four images of 32 x 32 patches: $L = 4{,}096$. In bfloat16 the
+# tensor has $4{,}096 \cdot 1{,}152 \cdot 2$ bytes = 9.437 MB, and $2 \cdot 27 = 54$ tensors are
+# summed.
 #
-# **Data parallel.** The gathered features have the shape $(T, 4, D)$. With $T = L/4$ these are
-# $L \times D$ numbers again, 9.437 MB. But there is only one such tensor. (Shorter parts are
-# padded to the longest.)
+# **Data parallel.** The gathered features have the shape $(T, 4, D)$. With $T = L/4$ tokens
+# these are $L \times D$ numbers again, 9.437 MB. But there is only one such tensor. (Shorter
+# parts are padded to the longest.)
 #
 # **How a ring sends.** The ranks stand in a ring and cut the tensor into $R$ pieces. In each
 # step, each rank sends one piece to its neighbour. After $R - 1$ steps, each piece has been
@@ -150,8 +151,8 @@ fig, ax = parallel.bytes_through_layers(N, size / 1e6, size / 1e6, title=title)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* tensor parallel sums two tensors in each block. Data parallel gathers one at
-# the end.
+# *How to read it:* tensor parallel sums two tensors in each block. Data parallel gathers one
+# tensor at the end.
 #
 # So why cut layers at all? Because a *single* image then becomes faster, and each rank holds only
 # $1/R$ of the blocks' weights.
@@ -164,7 +165,8 @@ plt.show()
 #
 # $$\mathrm{GELU}(xW_0 + \text{bias}_0)\,W_1 + \text{bias}_1 \;=\; \sum_{r} \underbrace{\mathrm{GELU}(xW_{0r} + \text{bias}_{0r})\,W_{1r}}_{\text{rank } r} \;+\; \text{bias}_1$$
 #
-# The sum over the ranks is one all-reduce. The bias $\text{bias}_1$ is added once, after it.
+# The sum over the ranks is one all-reduce. The bias $\text{bias}_1$ is added once, after the
+# sum.
 #
 # Why columns first? After a cut by columns, each rank has *complete values* of some hidden
 # features, and [GELU](GLOSSARY.md#gelu) can be applied. After a cut by rows, each rank has a
@@ -214,10 +216,9 @@ for way, result in tries.items():
 # ## Check equality: real processes
 #
 # The library has these layers (`kimivl_lab/parallel/linear.py`).
-# `set_encoder_parallel("data", group)` or `("tensor", group)` picks the way. Now we use real
-# processes. `run_ranks(function, 2, ...)` starts two ranks, calls the function on both, and
-# returns their results. The function stands in a module, since another process cannot import a
-# cell:
+# `set_encoder_parallel("data", group)` or `("tensor", group)` picks the way.
+# `run_ranks(function, 2, ...)` starts two ranks, calls the function on both, and returns their
+# results. The function stands in a module, since another process cannot import a cell:
 
 # %%
 print(inspect.getsource(lesson.encode_in_modes))
@@ -227,9 +228,9 @@ print(inspect.getsource(lesson.encode_in_modes))
 # collectives. The batch has five images of different sizes, so a wrong order would show. The
 # encoder is narrow, but has 27 blocks.
 #
-# By hand, in float32 (4 bytes a number): $2N$ tensors of $4LD$ bytes for tensor parallel. For
-# data parallel one tensor: the patches of the rank that has the most, times two ranks, times $4D$
-# bytes. The library's balance places the images; a later section explains it.
+# By hand, in float32 (4 bytes a number): tensor parallel sums $2N$ tensors of $4LD$ bytes. Data
+# parallel gathers one tensor: two parts, each as long as the longer part, with $4D$ bytes a
+# patch. The library's balance places the images; a later section explains it.
 
 # %%
 config = KimiVLConfig.preset("tiny")
@@ -244,7 +245,7 @@ lesson.print_encoded(on_two, by_hand)
 # %% [markdown]
 # ### One image on many ranks
 #
-# Under data parallel one rank encodes it, and the others wait. Four processes show it:
+# Under data parallel one rank encodes the image, and the others wait. Four processes show this:
 
 # %%
 on_four = run_ranks(lesson.encode_in_modes, 4, config, [(12, 14)], ["data", "tensor"])
@@ -252,16 +253,17 @@ lesson.print_encoded(on_four)
 
 # %% [markdown]
 # On eight ranks, seven would wait. For one image of 4,096 patches, this library and SGLang
-# broadcast 9.4 MB. vLLM, as read, pads and gathers always: $8 \cdot 9.4 = 75$ MB on each rank.
-# (With CUDA graphs vLLM gathers behind the projector, 2,048 numbers a token instead of
-# $4 \cdot 1{,}152$. Then the ratio of bytes is 243 instead of 108.)
+# broadcast 9.4 MB. vLLM, as read, always pads and gathers: $8 \cdot 9.4 = 75$ MB on each rank.
+# (With [CUDA graphs](GLOSSARY.md#cuda-graph) vLLM gathers behind the projector, 2,048
+# numbers a token instead of $4 \cdot 1{,}152$. Then the ratio of bytes is 243 instead of 108.)
 #
 # ## Faults: one rank, and the wrong group
 #
 # **A list instead of a tensor.** Data parallel must also work on *one* rank. As read in SGLang's
-# [pull request 30869](https://github.com/sgl-project/sglang/pull/30869), Kimi-VL's encoder then
-# returned a list with a tensor for each image. The projector needs one packed tensor, so the
-# server failed at the first image. `encode_as_before` repeats this fault with our own parts.
+# [pull request 30869](https://github.com/sgl-project/sglang/pull/30869), Kimi-VL's encoder on
+# one rank returned a list with a tensor for each image. The projector needs one packed tensor,
+# so the server failed at the first image. `encode_as_before` repeats this fault with our own
+# parts.
 
 # %%
 from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
@@ -317,9 +319,9 @@ stuck = found["sum over all, only one half has images"]
 
 # %% [markdown]
 # With images in both halves, nothing stops: the sums mix two requests, and no rank reports an
-# error. With images in one half, its ranks wait for two ranks that have nothing to encode. Only a
-# *finite time-out* ends this wait, here after two seconds. Then the library holds a roll call,
-# and the error names the missing ranks.
+# error. With images in one half, the ranks of this half wait for two ranks without images. Only
+# a *finite time-out* ends this wait, here after two seconds. Then the library finds the missing
+# ranks, and the error names them.
 #
 # ## Balance: which rank gets which image
 #
@@ -328,9 +330,9 @@ stuck = found["sum over all, only one half has images"]
 # attention costs the *square* of an image's patches. A balance **by cost** counts the square too,
 # and then moves images away from the slowest rank.
 #
-# An example by hand, two ranks: one image of 16,384 patches and four of 4,096. By patches, each
-# rank gets 16,384 patches. A patch costs 0.82 GFLOP in the linear maps, and a pair of patches
-# costs $4ND = 124{,}416$ FLOP in attention:
+# By hand, two ranks: one image of 16,384 patches and four of 4,096. By patches, each rank gets
+# 16,384 patches. A patch costs 0.82 GFLOP in the linear maps, and a pair of patches costs
+# $4ND = 124{,}416$ FLOP in attention:
 #
 # | | linear maps | attention | sum |
 # |---|---|---|---|
@@ -353,11 +355,11 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* a bar is an image; hatched is idle. The number in a bar is its patches. The
-# dashed line is the least that the slowest rank can have. Here no balance is better than "by
-# patches", because sharing out images divides no image. Cutting the layers does.
+# dashed line is the least work that the slowest rank can have. Here no balance is better than
+# "by patches", because data parallel cannot divide an image. Tensor parallel can.
 #
-# Now real sizes: batches of 32 photographs, screens, camera files and receipts. Kimi-VL's limit
-# is 4,096 patches an image.
+# Now we take real sizes: batches of 32 photographs, screens, camera files and receipts.
+# Kimi-VL's limit is 4,096 patches an image.
 
 # %%
 print("slowest rank over the least possible ", "".join(f"{name:>13s}" for name in lesson.BALANCES))
@@ -376,9 +378,9 @@ fig, axes = parallel.schedule(panels, least, **words)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* as above. Round robin gives image $i$ to rank $i$ modulo $R$. For an operator:
-# the engines' balance loses 2 to 3 % on real sizes, so leave it as it is. It loses much only when
-# one giant image comes with many small ones.
+# *How to read it:* as above. Round robin gives image $i$ to rank $i$ modulo $R$. The engines'
+# balance loses 2 to 3 % on real sizes, so leave it as it is. It loses 16.6 % when one giant
+# image comes with many small ones.
 #
 # ## Model: the time of a batch
 #
@@ -399,7 +401,7 @@ plt.show()
 #
 # $$t_\text{collective} = \text{steps} \cdot t_\text{step} + \text{bytes sent} \cdot t_\text{byte} + t_\text{wait}$$
 #
-# where $t_\text{wait}$ is the wait until the last rank is there.
+# where $t_\text{wait}$ is the wait for the last rank. $t_\text{call}$ is a fixed time per batch.
 #
 # **By hand.** One image of 4,096 patches on 8 H100, with rates from the data sheet (the section
 # on GPUs prints them). A forward on one GPU takes 12.1 ms: 2.9 ms that are not divided, and 9.2
@@ -433,8 +435,8 @@ check_function("ms under tensor parallel", tensor_ms, cases, rtol=1e-6, hint=hin
 # The rates of this machine come from a fit: some batches are timed on two ranks, and the rates
 # are chosen so that the formula comes close. Then the formula must predict *other* batches.
 #
-# **Your guesses.** How many times as fast as one rank are two ranks, with a small tower? Once for
-# one image of 46 x 46 patches under tensor parallel, once for ten images of 12 x 12 under data
+# **Your guesses.** How many times as fast as one rank are two ranks, with a small tower? Guess
+# for one image of 46 x 46 patches under tensor parallel, and for ten of 12 x 12 under data
 # parallel.
 
 # %%
@@ -470,8 +472,8 @@ plt.show()
 # %% [markdown]
 # *How to read it:* on the line the prediction is right, in the band it is off by less than 15 %.
 # Hollow grey marks were used for the fit. An upright line is the spread. A long line, or a mark
-# far off, says that this machine was busy with something else: run the cells again. Where both
-# ways are nearly equal, the model may choose the slower one, and that costs little.
+# far off, can mean that the machine was busy: run the cells again. Where both ways are nearly
+# equal, the model may choose the slower one, and that costs little.
 #
 # `set_encoder_parallel("auto", group)` of this library computes the model before each batch and
 # runs the faster way. (The engines run one way for all batches.) A record of a deeper tower on an
@@ -493,8 +495,8 @@ plt.show()
 #
 # ## GPUs: NVLink, PCIe, and your own server
 #
-# The next maps are *predicted*, not measured: from data sheets, and from assumed latencies and
-# shares of them. Read these rates first, because the maps follow from them.
+# The next maps are *predicted*, not measured: from data sheets, assumed latencies, and assumed
+# shares of the data sheets' rates. Read these rates first:
 
 # %%
 lesson.print_gpu_rates(("H100", "A100", "L40S"), patches=4096, counts=(2, 4, 8))
@@ -510,9 +512,10 @@ lesson.print_gpu_rates(("H100", "A100", "L40S"), patches=4096, counts=(2, 4, 8))
 #   µs and $1.75 \cdot 9.44$ MB at 19.2 GB/s are $140 + 860 = 1{,}000$ µs. A forward has 54
 #   all-reduces.
 #
-# **Your rates.** Type yours into the cell below the guesses. Run `all_reduce_perf` of
-# `nccl-tests`: `link_bytes_per_s` is its bus bandwidth (`busbw`) at a large size, `link_s` is the
-# time of a small size divided by $2(R - 1)$. The start values are fast GPUs with a slow ring.
+# **Your rates.** Type your rates into the cell below the guesses. Run `all_reduce_perf` of
+# `nccl-tests`: `link_bytes_per_s` is its bus bandwidth (`busbw`) at a large size, `link_s` is
+# the time of a small size divided by $2(R - 1)$. The start values describe fast GPUs with a slow
+# ring.
 #
 # **Your guesses.** One image of 4,096 patches on 8 GPUs: which way is faster, over NVLink and
 # over PCIe?
@@ -545,14 +548,14 @@ for guessed, gpu in ((nvlink_guess, h100), (pcie_guess, l40s)):
 
 # %% [markdown]
 # *How to read it:* the number in a cell is the time of tensor parallel divided by the time of
-# data parallel. 0.59 means that tensor parallel takes 59 % of the time; 2.00 means twice the
-# time. Inside the thick line tensor parallel is faster.
+# data parallel. 0.59 means 59 % of the time; 2.00 means twice the time. Inside the thick line
+# tensor parallel is faster.
 #
-# Over NVLink, one or two images of 4,096 patches are faster with tensor parallel. Small images
-# are not: 54 all-reduces cost more than the division saves. Over PCIe, data parallel wins
-# everywhere, by up to 14 times (0.99 is a tie). With the start values of "yours" (14 slow steps)
-# one image of 4,096 patches gains nothing. So the link decides: measure yours. (MoonViT has 16
-# heads, and a head is not cut, so tensor parallel ends at 16 ranks.)
+# Over NVLink, one or two images of 4,096 patches are faster with tensor parallel. One image of
+# 256 patches is not: 54 all-reduces cost more than the division saves. Over PCIe, data parallel
+# wins by up to 14 times, with one tie (0.99). With the start values of "yours" (14 slow steps)
+# one image of 4,096 patches gains nothing. So the link decides: measure your link. (MoonViT has
+# 16 heads, and a head is not cut, so tensor parallel ends at 16 ranks.)
 #
 # ## Published: what others measured
 #
@@ -572,12 +575,12 @@ fig, axes = predicted_against_published(panel, title=title, subtitle=note)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* across stands the predicted range for the encoder, up stands what was
-# published. In a shaded area the direction is right. The published numbers are those of a *whole
-# server*, of which the encoder is a part: its predicted 2 to 4 times became 1.0 to 1.4 times the
-# throughput.
+# *How to read it:* the horizontal axis is the predicted range for the encoder, the vertical axis
+# is the published gain. In a shaded area the direction is right. The published numbers are those
+# of a *whole server*, of which the encoder is a part: the encoder's predicted 1 to 4 times
+# became 1.0 to 1.4 times the throughput.
 #
-# The misses: Qwen3-VL with several small images, where data parallel changed nothing. Perhaps the
+# The misses are Qwen3-VL with several small images: data parallel changed nothing. Perhaps the
 # encoder is a small part of that server's time; this was not measured. In no published case was
 # tensor parallel clearly ahead. Without a prediction: 1.4 times (vLLM 23909), about 3 times for
 # the encoder alone (18368).
@@ -636,9 +639,9 @@ print(f"they wait in vain, and the error names ranks {stuck[0].missing}.")
 #
 # ### 1. The engines' balance
 #
-# Largest image first; each goes to the rank that has the fewest patches so far. Of equal images
-# the one with the lower number comes first, and of equal ranks the lower one gets it. Return the
-# image numbers of each rank, in the order in which they were placed.
+# Place the largest image first. Each image goes to the rank that has the fewest patches so far.
+# Of equal images the one with the lower number comes first, and of equal ranks the lower one
+# gets it. Return the image numbers of each rank, in the order in which they were placed.
 
 
 # %%
