@@ -239,7 +239,7 @@ check(
 )
 
 # %% [markdown]
-# The same for both dtypes. In float32 the complex product needs queries and keys in one piece,
+# Now the same for both dtypes. In float32 the complex product needs queries and keys in one piece,
 # apart from the values, and that is a copy too.
 
 # %%
@@ -255,8 +255,8 @@ print("over the floor: ", {way: f"{ratio:.1f}" for way, ratio in over.items()})
 # %% [markdown]
 # ## Build: the rule in ten lines
 #
-# The rule once more, in float64 and without library code. The fourth line makes the two positions
-# of each patch, column first.
+# The rule once more, in float64 and without library code. The line of `places` makes both
+# positions of each patch, column first.
 
 
 # %%
@@ -342,7 +342,7 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* above, the second map equals the third. So the fault gives every patch the
-# right factors of *another* patch. Below, the values -0.4 to +0.3 of columns 2 to 5 appear
+# right factors of *another* patch. Below, the values of columns 2 to 5 appear
 # nowhere. So the set differs, too.
 #
 # | a square grid hides the fault from tests of | it does not hide it from a test of |
@@ -510,8 +510,8 @@ plt.show()
 # - **`complex`** is *faster* than predicted on the three smaller grids (3.1 to 4.3 instead of
 #   4.9). Part of its new tensors is still in a cache when the next operator reads them, so not
 #   all counted bytes go to memory.
-# - **`complex` and `real`** are far slower than predicted on the largest batch (17 and 43). Each
-#   of its float32 tensors has 100 MB. They leave the caches. They are also *new* memory in each
+# - **`complex` and `real`** are far slower than predicted on the largest batch (17 and 43). Their
+#   float32 tensors have 50 to 100 MB and leave the caches. They are also *new* memory in each
 #   call: the system sets each page of it to zero first. The next cell measures this second part
 #   on your machine.
 

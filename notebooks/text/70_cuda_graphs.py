@@ -419,7 +419,7 @@ plt.show()
 #
 # ## Budgets: rows, and the price of a replay
 #
-# vLLM captures a few budgets and replays each call in the smallest that hold it. **SGLang has no
+# vLLM captures a few budgets and replays each call in the smallest that holds it. **SGLang has no
 # budgets:** as read in its documentation, it captures one graph for each exact length. So this
 # section is about vLLM and this library.
 #
@@ -542,16 +542,16 @@ plt.show()
 print(lesson.published_table())
 
 # %% [markdown]
-# *How to read it:* in the shaded corners prediction and publication agree. Four of six
-# predictions hold. In the two misses the rule says no gain, and 3 % and 6 % were published. So
-# small gains beyond the limit exist, which the rule does not explain.
+# *How to read it:* four of six predictions hold: two gains in the shaded corner, and two of no
+# gain, where 2 % were published (counted as none). In the misses 3 % and 6 % were published. So
+# small gains beyond the limit exist.
 #
 # Of the ten that the rule cannot predict, five are faster with graphs and five slower. Four of
 # the slower ones are Step3-VL, at first with one image a replay, then with eager for several.
 # Kimi-VL's TTFT fell by 22 ms on an RTX 4090. Its eager path also read values back 30 times a
 # call; at 45 µs each that is only 1.4 ms, and the rest is not explained here. The controls show
 # padding: 64 tokens in a graph of 4,096 take 9 to 13 times as long, 176 in 256 up to 11 % longer.
-# Where no graph fits, all runs eager and nothing changes beyond noise.
+# Where no graph fits, every image runs eager, and only noise changes.
 #
 # ## Appendix: the names in vLLM
 #
@@ -613,7 +613,7 @@ print(f"{limits[1]:,} patches a call on an RTX 4090 and {limits[0]:,} on an H100
 # ```
 #
 # It prints `encoder_forward_secs`. Then run `vllm bench serve` at two request rates for the
-# [TTFT](GLOSSARY.md#ttft). If graphs do not win both, leave them off.
+# [TTFT](GLOSSARY.md#ttft). If graphs do not win in both, leave them off.
 
 # %% [markdown]
 # ## Exercises
