@@ -29,7 +29,6 @@ from kimivl_lab.parallel.cost_model import (
     Prediction,
     assumed_cost_model,
     cost_model_by_formula,
-    simulate_scaling,
 )
 from kimivl_lab.parallel.work import COLLECTIVES, TowerWork, steps_and_bytes
 
@@ -311,13 +310,3 @@ def test_assumed_rates_say_so():
         assert "assumed" in model.source and "not measured" in model.source
     with pytest.raises(ValueError, match="no assumed rates of device 'mps': one of cpu, cuda"):
         assumed_cost_model(LAB, torch.float32, "mps")
-
-
-def test_simulation_is_marked_and_stops_where_tensor_parallel_does():
-    points = simulate_scaling(MODEL, [1024] * 64)
-    assert [point.ranks for point in points if point.mode == "data"] == [1, 2, 4, 8, 16, 32, 64]
-    assert [point.ranks for point in points if point.mode == "tensor"] == [1, 2, 4]
-    assert {point.ranks for point in points if not point.simulated} == {1, 2}
-    assert points[0].speedup == pytest.approx(1)
-    data = [point.speedup for point in points if point.mode == "data"]
-    assert all(speedup <= point.ranks for speedup, point in zip(data, points, strict=False))

@@ -6,7 +6,7 @@ import torch
 from kimivl_lab.gpus import find_gpu
 from kimivl_lab.graphs.guards import GraphCaptureError
 from kimivl_lab.lessons import cuda_graphs as lesson
-from kimivl_lab.lessons.published import graph_rows, not_predictable
+from kimivl_lab.measure.published import graph_rows, not_predictable
 from kimivl_lab.planner.plan import plan_budgets
 from kimivl_lab.planner.replay_cost import kernels
 from kimivl_lab.planner.workload import count_tokens

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle, StepPatch
 
 from kimivl_lab import KimiVLConfig, MoonViTConfig, plots
 from kimivl_lab.graphs.packing import Replay
-from kimivl_lab.lessons.published import PublishedCase
+from kimivl_lab.measure.published import PublishedCase
 from kimivl_lab.measure.timing import Timing
 from kimivl_lab.planner.plan import plan_budgets
 from kimivl_lab.planner.workload import TokenCounts, count_tokens
@@ -29,7 +29,6 @@ from kimivl_lab.plots import (
     rope,
     syncs,
 )
-from kimivl_lab.plots.cost_model import ScalingPoint
 from kimivl_lab.plots.syncs import BufferStep, Timeline
 from tests.drawing import drawing, picture, words  # noqa: F401
 
@@ -104,7 +103,6 @@ MAXIMA = amx.Maxima([[3.0], [9.0]], [[3.0], [9.0]], [[False], [True]])
 CONFIG = MoonViTConfig.preset("kimi-vl-a3b")
 WAITING = Timeline(launches=[(0, 2), (2, 4), (14, 16)], waits=[(4, 14)], kernels=[(2, 5), (5, 8), (16, 19)])
 REWRITTEN = [BufferStep("host", "A", 0, "A"), BufferStep("host", "B", 0, "B"), BufferStep("device", "A", 0, "B")]
-POINTS = [ScalingPoint("data", 2, 1.0, 2.0, False), ScalingPoint("tensor", 64, 1.5, 20.0, True)]
 CASES = [PublishedCase("", "", "right", 1.5, 2.0, 4.5, "right"), PublishedCase("", "", "a miss", 1.2, 0.1, 0.4, "miss")]
 SQUARE = np.eye(2)
 
@@ -165,7 +163,6 @@ FIGURES = {
                                    {"single": [(around(20), 20)]}, 0.15, **TITLES), ["measured, ms", "predicted, ms"]),
     "crossover_map": (lambda: cost_model.crossover_map({"2 ranks": np.array([[2.0, 0.25]])}, [64, 512], [1], **TITLES),
                       ["2 ranks", "2.00", "1/4", "patches of one image"]),
-    "scaling": (lambda: cost_model.scaling({"a batch": POINTS}, **TITLES), ["a batch", "hollow: simulated"]),
     "times_over_floor": (lambda: floor.times_over_floor(FLOOR, NAMES, reference="slow", best="fast", title="t",
                                                          subtitle="s"),
                          ["4 x 40, 160 patches", "8 receipt scans, 34,232", "4.0x", "20.0x", "torch\n/ ours"]),
@@ -362,9 +359,7 @@ def test_idle_is_all_that_is_not_a_kernel_until_both_are_done():
     assert drawn["kernel"] == list(WAITING.kernels)
 
 
-def test_simulated_and_unreached_marks_are_hollow():
-    _, (ax,) = cost_model.scaling({"a batch": POINTS}, **TITLES)
-    assert [[64, 20]] in hollow(ax, "white") and [[2, 2]] not in hollow(ax, "white")
+def test_unreached_marks_are_hollow():
     _, ax = rope.wavelengths([6.0, 128.0, 129.0], {"the side": 64}, 64, "t")
     assert [np.asarray(line.get_ydata()).tolist() for line in ax.lines[:2]] == [[6, 128], [129]]
 

@@ -37,3 +37,16 @@ def test_a_name_is_what_its_module_defines(name):
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no_such_name"):
         kimivl_lab.no_such_name  # noqa: B018
+
+
+def test_names_are_kept_where_they_were():
+    """Import paths beside the package's names, which users and records of commands rely on."""
+    from kimivl_lab.cli import main
+    from kimivl_lab.measure.syncs import on_device
+    from kimivl_lab.moonvit.attention import ATTENTION_BACKENDS
+    from kimivl_lab.moonvit.position import POSITION_OPERATORS
+    from kimivl_lab.moonvit.position_cache import PositionCache
+    from kimivl_lab.parallel.groups import init_group
+
+    assert on_device is kimivl_lab.on_device and callable(main) and callable(init_group) and callable(PositionCache)
+    assert "eager" in ATTENTION_BACKENDS and "interpolate" in POSITION_OPERATORS

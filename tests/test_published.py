@@ -3,8 +3,8 @@
 import pytest
 
 from kimivl_lab.datasets import data_path
-from kimivl_lab.lessons import published
-from kimivl_lab.lessons.published import (
+from kimivl_lab.measure import published
+from kimivl_lab.measure.published import (
     graph_cases,
     graph_rows,
     not_predictable,

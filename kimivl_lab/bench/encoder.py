@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import GridLike
-from ..kernels.amx.linear import multiply, pack
-from ..kernels.packed_linear import packed_unavailable
+from ..kernels.packed_linear import PACKED_KERNELS, packed_unavailable
 from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
 from ..measure.roofline import matmul, matmul_tflops
@@ -66,7 +65,8 @@ def products(tower: MoonVitPretrainedModel) -> dict[str, Callable[[], object]]:
     if packed_unavailable("amx", tower.device, tower.dtype) is None:
         size = once["matmul"]().shape[0]
         x, weight = (torch.randn(size, size, device="cpu").to(tower.dtype) for _ in range(2))
-        once["matmul, amx"] = partial(multiply, x, pack(weight), size, None, None, False)
+        kernel = PACKED_KERNELS["amx"]
+        once["matmul, amx"] = partial(kernel.multiply, x, kernel.pack(weight), size, None, None, False)
     return {name: lambda run=run: [run() for _ in range(PRODUCTS)] for name, run in once.items()}
 
 

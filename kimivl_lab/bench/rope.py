@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import GridLike
-from ..kernels.amx.library import amx_unavailable
-from ..kernels.rotation import ROPE_IMPLEMENTATIONS, rotate_complex
+from ..kernels.rotation import ROPE_IMPLEMENTATIONS, rotate_complex, rotation_unavailable
 from ..moonvit.rope import Rope2DPosEmb
 from . import harness
 from .compare import COLUMNS, compare, mean_speedups
@@ -36,10 +35,12 @@ def cases(quick: bool, seed: int) -> dict[str, Sequence[GridLike]]:
 def implementations(options: argparse.Namespace) -> list[str]:
     """Those that run here."""
     device = torch.device(options.device)
-    names = [name for name in ROPE_IMPLEMENTATIONS if name != "compiled" or options.compiled or device.type == "cuda"]
-    if reason := amx_unavailable(device, getattr(torch, options.dtype)):
-        harness.progress(f"rope: {reason}")
-        names.remove("amx")
+    names = []
+    for name in ROPE_IMPLEMENTATIONS:
+        if reason := rotation_unavailable(name, device, getattr(torch, options.dtype)):
+            harness.progress(f"rope: {reason}")
+        elif name != "compiled" or options.compiled or device.type == "cuda":
+            names.append(name)
     return names
 
 

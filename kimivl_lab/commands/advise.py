@@ -15,7 +15,7 @@ import numpy as np
 from rich.table import Table
 
 from ..config import MoonViTConfig
-from ..lessons.published import graph_cases, graph_rows, not_predictable, parallel_cases
+from ..measure.published import graph_cases, graph_rows, not_predictable, parallel_cases
 from ..moonvit.flops import tower_flops
 from ..parallel.gpu_rates import parallel_gain
 from ..planner.plan import BudgetPlan, plan_budgets

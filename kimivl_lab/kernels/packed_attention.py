@@ -30,7 +30,8 @@ from .amx.attention import attend
 from .amx.library import amx_unavailable
 from .dispatch import compute_dtype
 
-_KERNELS = ("flash_attn", "torch_varlen", "amx", "sdpa")
+KERNELS = ("flash_attn", "torch_varlen", "amx", "sdpa")  # the first that runs is the fastest
+WITHOUT_BACKWARD = ("amx",)
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str) -> Tensor:
@@ -54,7 +55,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqle
         flash_attn = importlib.import_module("flash_attn")
         return flash_attn.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     if backend != "torch_varlen":
-        raise ValueError(f"unknown attention kernel {backend!r}: one of {', '.join(_KERNELS)}")
+        raise ValueError(f"unknown attention kernel {backend!r}: one of {', '.join(KERNELS)}")
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)

@@ -84,6 +84,11 @@ ROPE_IMPLEMENTATIONS: dict[str, Rotation] = {
 }
 
 
+def rotation_unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the implementation called `name` cannot run on `device` in `dtype`, or None when it can."""
+    return amx_unavailable(device, dtype) if name == "amx" else None
+
+
 def resolve_rotation(name: str, device: torch.device, dtype: torch.dtype) -> Rotation:
     """The implementation called `name`; "auto" is "compiled" on a GPU, "amx" on a CPU that has it, else "in_place".
 
@@ -92,9 +97,9 @@ def resolve_rotation(name: str, device: torch.device, dtype: torch.dtype) -> Rot
     if name == "auto" and device.type == "cuda":
         name = "compiled"
     elif name == "auto":
-        name = "in_place" if amx_unavailable(device, dtype) else "amx"
+        name = "in_place" if rotation_unavailable("amx", device, dtype) else "amx"
     if name not in ROPE_IMPLEMENTATIONS:
         raise ValueError(f"unknown rope implementation {name!r}: 'auto' or one of {', '.join(ROPE_IMPLEMENTATIONS)}")
-    if name == "amx" and (reason := amx_unavailable(device, dtype)):
-        raise ValueError(f"rope='amx': {reason}")
+    if reason := rotation_unavailable(name, device, dtype):
+        raise ValueError(f"rope={name!r}: {reason}")
     return ROPE_IMPLEMENTATIONS[name]

@@ -26,6 +26,7 @@ from ..graphs.runner import EncoderCudaGraphRunner
 from ..graphs.trace_program import FlatProgram, MemoryPool, record
 from ..graphs.weights import StaleGraphError
 from ..measure.accuracy import relative_error
+from ..measure.published import graph_rows
 from ..measure.roofline import matmul_peak_tflops
 from ..measure.timing import Timing, time_interleaved
 from ..moonvit.flops import tower_flops
@@ -34,7 +35,6 @@ from ..planner.plan import BudgetPlan
 from ..planner.replay_cost import LAUNCH_S, PUBLISHED_LAUNCH_S, SUSTAINED, kernels
 from ..planner.workload import TokenCounts
 from ..syncs.counter import count_host_syncs, on_device
-from .published import graph_rows
 
 Grids: TypeAlias = Sequence[tuple[int, int]]
 Encoder: TypeAlias = Callable[[Tensor, Grids], Tensor]

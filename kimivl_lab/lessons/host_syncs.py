@@ -21,12 +21,12 @@ from torch import Tensor
 
 from ..bench.syncs import LAUNCHES, loops, pretended_counts
 from ..measure.accuracy import relative_error
+from ..measure.published import published_rows
 from ..measure.timing import time_interleaved
 from ..plots.syncs import BufferStep, Timeline
 from ..syncs.counter import HostSyncCounter, count_host_syncs, on_device
 from ..syncs.watch import Watcher
 from .checks import WrongAnswer
-from .published import published_rows
 
 POLICIES = ("one buffer, written again at once", "a fresh buffer for each batch", "one buffer, and a wait for an event")
 

@@ -16,7 +16,7 @@ WORDS_A_MINUTE = 150
 LINES_A_MINUTE = 8
 MINUTES_AN_EXERCISE = 8
 ROUNDED_TO = 5  # minutes
-_EXERCISE = re.compile(r"^(?:###|\*\*)\s*(?:Exercise )?\d+[.:]", re.MULTILINE)  # **1.** or ### 1.
+_EXERCISE = re.compile(r"^### \d+\.", re.MULTILINE)
 
 
 def human_minutes(notebook: Path) -> int:
@@ -27,9 +27,7 @@ def human_minutes(notebook: Path) -> int:
     cells = nbformat.read(notebook, as_version=4).cells
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     lines = sum(bool(line.strip()) for cell in cells if cell.cell_type == "code" for line in cell.source.splitlines())
-    exercises = len(
-        re.findall(r"^(?:###|\*\*)\s*(?:Exercise )?\d+[.:]", prose.partition("## Exercises")[2], re.MULTILINE)
-    )
+    exercises = len(_EXERCISE.findall(prose.partition("## Exercises")[2]))
     minutes = len(prose.split()) / WORDS_A_MINUTE + lines / LINES_A_MINUTE + exercises * MINUTES_AN_EXERCISE
     return -int(-minutes // ROUNDED_TO) * ROUNDED_TO
 

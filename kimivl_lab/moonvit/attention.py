@@ -3,10 +3,10 @@
 A backend takes q, k, v (L, heads, d) in packed order and an `EncoderMetadata`, and returns (L, heads, d). The scale is
 d^-0.5; the attention is not causal. Rows past the last offset belong to no image: they are not read and become zeros.
 
-    "flash_attn", "torch_varlen", "amx", "sdpa"    the kernels of `kimivl_lab.kernels.packed_attention`
-    "sdpa_masked"   one scaled_dot_product_attention over all L patches with an (L, L) block-diagonal mask, for
-                    comparison: its memory grows with the square of the batch
-    "eager"         float32 scores and softmax, written out: the reference that tests compare with
+    a kernel's name  one of `kimivl_lab.kernels.packed_attention`, "sdpa" among them
+    "sdpa_masked"    one scaled_dot_product_attention over all L patches with an (L, L) block-diagonal mask, for
+                     comparison: its memory grows with the square of the batch
+    "eager"          float32 scores and softmax, written out: the reference that tests compare with
 
 The metadata has checked its offsets when it was made; a backend checks only that q has a row for each patch.
 
@@ -21,7 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.dispatch import compute_dtype, is_traced, must_dispatch
-from ..kernels.packed_attention import attend_packed, attention_unavailable, packed_attention, sdpa_runs
+from ..kernels.packed_attention import (
+    KERNELS,
+    WITHOUT_BACKWARD,
+    attend_packed,
+    attention_unavailable,
+    packed_attention,
+    sdpa_runs,
+)
 from .metadata import EncoderMetadata
 
 PackedAttention = Callable[[Tensor, Tensor, Tensor, EncoderMetadata], Tensor]
@@ -77,9 +84,7 @@ def kernel_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata,
 
 
 ATTENTION_BACKENDS: dict[str, PackedAttention] = {
-    "flash_attn": partial(kernel_attention, kernel="flash_attn"),
-    "torch_varlen": partial(kernel_attention, kernel="torch_varlen"),
-    "amx": partial(kernel_attention, kernel="amx"),
+    **{kernel: partial(kernel_attention, kernel=kernel) for kernel in KERNELS},
     "sdpa": sdpa_attention,
     "sdpa_masked": sdpa_masked_attention,
     "eager": eager_attention,
@@ -91,7 +96,7 @@ def resolve_attention(
 ) -> PackedAttention:
     """The backend called `name`; "auto" takes the first of the list that runs here. ValueError if it cannot.
 
-    Where gradients are enabled, "amx", which has no backward, is replaced by "sdpa".
+    Where gradients are enabled, a kernel without a backward is replaced by "sdpa".
     """
     device = torch.device(device)
     if name == "auto":
@@ -100,7 +105,7 @@ def resolve_attention(
         raise ValueError(f"unknown attention backend {name!r}: 'auto' or one of {', '.join(ATTENTION_BACKENDS)}")
     if reason := attention_unavailable(name, device, dtype):
         raise ValueError(reason)
-    return ATTENTION_BACKENDS["sdpa" if name == "amx" and torch.is_grad_enabled() else name]
+    return ATTENTION_BACKENDS["sdpa" if name in WITHOUT_BACKWARD and torch.is_grad_enabled() else name]
 
 
 def _require_rows(q: Tensor, metadata: EncoderMetadata) -> None:

@@ -30,7 +30,6 @@ from .balance import balance_by_cost
 from .work import COLLECTIVES, TowerWork, steps_and_bytes
 
 RATES = ("call_s", "image_s", "patch_s", "linear_s_per_flop", "attention_s_per_flop")
-WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _KERNELS_PER_LAYER = 10
 _PASSES_PER_LAYER = 10  # of D numbers a patch: 2 norms read and write, 2 residuals read twice and write
 
@@ -224,33 +223,3 @@ def assumed_cost_model(config: MoonViTConfig, dtype: torch.dtype, device: torch.
     if kind not in ASSUMED_RATES:
         raise ValueError(f"no assumed rates of device {kind!r}: one of {', '.join(ASSUMED_RATES)}")
     return cost_model_by_formula(config, dtype, ASSUMED_RATES[kind], f"assumed rates of a {kind} rank, not measured")
-
-
-@dataclass(frozen=True)
-class ScalingPoint:
-    """Predicted seconds of one batch on `ranks`, and how much faster that is than one rank.
-
-    `simulated`: the model was not fitted on this world size.
-    """
-
-    mode: str
-    ranks: int
-    seconds: float
-    speedup: float
-    simulated: bool
-
-
-def simulate_scaling(model: CostModel, sizes: Sequence[int]) -> list[ScalingPoint]:
-    """A batch on more ranks than there are: data parallel, then tensor parallel where it can run.
-
-    Args:
-        sizes: patches of each image.
-    """
-    alone = model.predict("single", sizes, 1).seconds
-    runs = [("data", ranks) for ranks in WORLD_SIZES]
-    runs += [("tensor", ranks) for ranks in WORLD_SIZES if ranks in model.work.tensor_parallel_sizes]
-    points = []
-    for mode, ranks in runs:
-        seconds = model.predict(mode, sizes, ranks).seconds
-        points.append(ScalingPoint(mode, ranks, seconds, alone / seconds, ranks not in model.measured_ranks))
-    return points

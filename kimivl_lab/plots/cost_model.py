@@ -9,10 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator, PercentFormatter
 
 from ..measure.timing import Timing
-from ..parallel.cost_model import ScalingPoint
 from .style import COLORS, GREY, INK, new_figure, set_titles
 
 _MARKS = {
@@ -137,37 +136,3 @@ def _outline(ax: Axes, inside: np.ndarray) -> None:
             y, x = row + down, column + right
             if 0 <= y < inside.shape[0] and 0 <= x < inside.shape[1] and not inside[y, x]:
                 ax.plot([column + e for e in ends[0]], [row + e for e in ends[1]], color=INK, lw=2.4)
-
-
-def scaling(
-    panels: Mapping[str, Sequence[ScalingPoint]], *, title: str, subtitle: str
-) -> tuple[Figure, Sequence[Axes]]:
-    """Speed-up over one rank against the number of ranks; hollow marks are simulated.
-
-    Args:
-        panels: words for a batch -> its points, of both modes.
-    """
-    fig, axes = new_figure(4.3 * len(panels) + 1, 4.4, ncols=len(panels), sharey=True, squeeze=False)
-    axes = list(axes[0])
-    most = max(point.ranks for points in panels.values() for point in points)
-    for ax, (words, points) in zip(axes, panels.items(), strict=True):
-        ax.plot([1, most], [1, most], color=GREY, ls=(0, (1, 2)), lw=1.4, label="as many times as ranks")
-        for mode in ("data", "tensor"):
-            name, color, marker, line = _MARKS[mode]
-            of_mode = [point for point in points if point.mode == mode]
-            ax.plot([p.ranks for p in of_mode], [p.speedup for p in of_mode], color=color, ls=line, label=name)
-            for simulated in (False, True):
-                shown = [(p.ranks, p.speedup) for p in of_mode if p.simulated == simulated]
-                fill = "white" if simulated else color
-                if shown:
-                    ax.plot(*zip(*shown, strict=True), marker, mfc=fill, mec=color, mew=1.6, ms=7)
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log", base=2)
-        ax.xaxis.set_major_locator(FixedLocator([2**power for power in range(most.bit_length())]))
-        ax.xaxis.set_major_formatter(_PLAIN)
-        ax.yaxis.set_major_formatter(_PLAIN)
-        ax.set(title=words, xlabel="ranks (hollow: simulated)")
-    axes[0].set_ylabel("speed-up over one rank")
-    axes[-1].legend(loc="upper left")
-    set_titles(fig, title, subtitle)
-    return fig, axes

@@ -16,7 +16,7 @@ from .lines import mark
 from .style import COLORS, GREY, INK, new_figure, set_titles
 
 if TYPE_CHECKING:
-    from ..lessons.published import PublishedCase
+    from ..measure.published import PublishedCase
 
 _VERDICTS = {
     "right": ("prediction right", mark("navy", "o", 8)),

@@ -563,7 +563,7 @@ for guessed, gpu in ((nvlink_guess, h100), (pcie_guess, l40s)):
 # number of patches; the picture shows the cases that state all three.
 
 # %%
-from kimivl_lab.lessons.published import parallel_cases
+from kimivl_lab.measure.published import parallel_cases
 from kimivl_lab.plots.published import predicted_against_published
 
 cases = parallel_cases()

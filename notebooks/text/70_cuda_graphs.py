@@ -532,7 +532,7 @@ print(vllm_flag(served.budgets, served.max_images))
 # compared. Many rows do not name GPU, encoder and patches.
 
 # %%
-from kimivl_lab.lessons.published import graph_cases, not_predictable
+from kimivl_lab.measure.published import graph_cases, not_predictable
 from kimivl_lab.plots.published import predicted_against_published
 
 panel = ("predicted: FLOPs during all launches / FLOPs of the call, 6 to 21 us", graph_cases())
