@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import prune
 
 from kimivl_lab import EncoderCudaGraphRunner, KimiVLEncoder
 from kimivl_lab.graphs.guards import GraphCaptureError
@@ -383,6 +384,35 @@ def test_each_call_takes_the_parts_that_the_encoder_has(results, ranks):
     for errors in results(ranks, replaced_parts):
         assert len(errors) == 21
         assert max(errors.values()) < 1e-5, errors
+
+
+def _hooked(layer):
+    layer.register_forward_hook(lambda module, inputs, output: 1.5 * output)
+
+
+def _pruned(layer):
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+
+
+def _called_otherwise(layer):
+    layer.forward = lambda x: 2 * x
+
+
+@on_ranks
+def touched_after_the_cut(group):
+    """Outcomes of a tensor-parallel call of "auto" after a layer of a tower in use was touched, and of one before."""
+    found = []
+    for touch in (_hooked, _pruned, _called_otherwise):
+        encoder: Any = encode_by("auto, links free", group)
+        found.append(outcome(partial(encoder, pixels_for(GRIDS), GRIDS)))
+        touch(encoder.vision_tower.encoder.blocks[0].wqkv)
+        found.append(outcome(partial(encoder, pixels_for(GRIDS), GRIDS)))
+    return found
+
+
+def test_a_layer_that_is_touched_after_the_cut_is_refused_and_not_skipped(results):
+    for found in results(2, touched_after_the_cut):
+        assert [kind for kind, *_ in found] == ["features", "ValueError"] * 3, found
 
 
 @on_ranks

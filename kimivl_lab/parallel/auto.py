@@ -22,7 +22,7 @@ from .calls import rank_errors
 from .cost_model import CostModel, assumed_cost_model
 from .data_parallel import run_dp_sharded_vision_model
 from .groups import SharedGroup, check_group
-from .tensor_parallel import tensor_parallel, tensor_parallel_sizes
+from .tensor_parallel import check_layers, tensor_parallel, tensor_parallel_sizes
 
 
 class AutoParallelTower:
@@ -70,6 +70,7 @@ class AutoParallelTower:
         if mode == "tensor":
             if self._cut is None or not self._cut.is_of(self.tower):
                 self._cut = _Twin(self.tower, self.group)
+            check_layers(self.tower)  # a hook that was added since would be skipped by the twin's own layers
             return self._cut.tower(pixel_values, grid_hws)
         balance = partial(balance_by_cost, cost=self.cost_model.image_cost)
         return run_dp_sharded_vision_model(self.tower, pixel_values, grid_hws, self.group, balance=balance)

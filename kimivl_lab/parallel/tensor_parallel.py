@@ -91,9 +91,7 @@ def tensor_parallel(
     """
     check_group(group)
     check_tensor_parallel_size(tower.config, group.size())
-    for block in _blocks(tower):
-        for full in (block.wqkv, block.wo, block.mlp.fc0, block.mlp.fc1):
-            check_plain(full)
+    check_layers(tower)
     if view:
         tower = _twin(tower)
         tower.encoder = _twin(tower.encoder)
@@ -106,6 +104,13 @@ def tensor_parallel(
     assert isinstance(tower, CutTower)
     tower._group = SharedGroup(group)
     return tower
+
+
+def check_layers(tower: MoonVitPretrainedModel) -> None:
+    """ValueError unless every layer of `tower` that is cut is a plain linear one, without hooks or wrappers."""
+    for block in _blocks(tower):
+        for full in (block.wqkv, block.wo, block.mlp.fc0, block.mlp.fc1):
+            check_plain(full)
 
 
 def tensor_parallel_sizes(config: MoonViTConfig) -> list[int]:
