@@ -110,7 +110,8 @@ library = Rope2DPosEmb(72)  # for heads of 72 features
 # Patches 3 and 4 look like neighbours, but they stand at opposite ends. So RoPE in two dimensions
 # gives each patch two positions, its column and its row, and each gets half of the features.
 #
-# A head has $d = 72$ features, 36 pairs of neighbours. A pair is called a **slot**. The rule is:
+# A [head](GLOSSARY.md#head) has $d = 72$ features, 36 pairs of neighbours. A pair is called a
+# **slot**. The rule is:
 # **even slots use the column, odd slots use the row.**
 #
 # | slot | features | angle |

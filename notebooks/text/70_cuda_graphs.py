@@ -394,7 +394,7 @@ plt.show()
 # %% [markdown]
 # *How to read it:* each step is a budget, full at its right end and padded left of it. Hatched: a
 # graph costs more than eager. A right end below eager says that the graph saves more of Python's
-# time than the runner's copies cost. The table has the forward alone too.
+# time than the runner's copies cost.
 #
 # **The record** has a wider tower, and budgets that are full, three quarters full and half full.
 # If only rows mattered, a half-full budget would take twice the time of eager.
@@ -593,7 +593,8 @@ print(f"{limits[1]:,} patches a call on an RTX 4090 and {limits[0]:,} on an H100
 # %% [markdown]
 # ## On Monday
 #
-# Defaults as read in vLLM 0.32 and in SGLang's documentation of 0.5.
+# Defaults as read in vLLM 0.32 and in SGLang's documentation of 0.5. `kimivl-lab advise` prints
+# these decisions for your server.
 #
 # | decision | vLLM | SGLang | default |
 # |---|---|---|---|
