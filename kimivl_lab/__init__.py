@@ -23,8 +23,11 @@ Where a name is known from elsewhere:
 Test: tests/test_public_names.py.
 """
 
+import sys
 from importlib import import_module
 from typing import Any
+
+from .auto_classes import enter_names
 
 # Each public name and the module that defines it. Nothing is imported before its first use, so that `--help` on the
 # command line and the planner need no torch.
@@ -35,6 +38,7 @@ _MODULE_OF = {
     "ImageGeometry": "geometry",
     "KimiVLConfig": "config",
     "KimiVLEncoder": "kimi_vl.encoder",
+    "KimiVLForConditionalGeneration": "kimi_vl.model",
     "KimiVLImageProcessor": "images.processor",
     "MoonViTConfig": "config",
     "MoonVitPretrainedModel": "moonvit.model",
@@ -51,6 +55,8 @@ _MODULE_OF = {
 }
 
 __all__ = list(_MODULE_OF)
+
+enter_names(sys.modules[__name__])
 
 
 def __getattr__(name: str) -> Any:

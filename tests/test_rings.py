@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "kimivl_lab"
 RINGS = (
-    ("geometry", "config", "checks", "datasets", "gpus", "published"),
+    ("geometry", "config", "checks", "datasets", "gpus", "published", "auto_classes"),
     ("images", "syncs", "kernels"),
     ("moonvit",),
     ("parallel", "graphs", "planner"),

@@ -1,4 +1,4 @@
-"""Kimi-VL: the tower with its projector."""
+"""Kimi-VL: the tower with its projector, and the whole model."""
 
 from .encoder import KimiVLEncoder, KimiVLMultiModalProjector
 

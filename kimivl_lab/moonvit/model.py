@@ -59,6 +59,10 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
         if isinstance(module, Learnable2DInterpPosEmb):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
 
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> Any:
+        """What was asked for, None included. The tower computes by its options; a full model maps the name to them."""
+        return requested_attention
+
     def set_options(self, **changes: Any) -> None:
         """Changes switches, by `EncoderOptions`' names. Frees what the new choice does not use.
 

@@ -1,0 +1,206 @@
+"""The whole of Kimi-VL: our vision tower and projector in front of transformers' own DeepSeek-V3 language model.
+
+The submodules carry the published checkpoint's names, so that loading renames nothing. Only the experts have another
+form in memory: transformers stacks the matrices of a layer's experts on load and cuts them apart on save.
+
+    vision_tower, multi_modal_projector    ours, inherited from `KimiVLEncoder` with all its switches
+    language_model                         transformers' `DeepseekV3ForCausalLM`, unchanged
+
+Test: tests/test_kimi_vl_model.py, tests/test_kimi_vl_checkpoint.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.models.deepseek_v3 import DeepseekV3ForCausalLM
+
+from ..config import EncoderOptions, KimiVLConfig
+from ..geometry import Grid, as_grid_list, token_counts
+from .encoder import KimiVLEncoder
+
+# transformers' names of attention, as options of the encoder. With any other name the encoder keeps "auto".
+ATTENTION_OF = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash_attn"}
+_IMAGE_INPUTS = ("pixel_values", "image_grid_hws", "image_embeds")
+
+
+class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
+    """Kimi-VL: token ids and images in, logits out.
+
+    Args:
+        config: what to compute.
+        options: how the vision tower computes it; see `EncoderOptions`. `set_encoder_parallel` and the other switches
+            of `KimiVLEncoder` are there too.
+
+    `attn_implementation` is transformers' for the language model. "eager", "sdpa" and "flash_attention_2" also choose
+    the encoder's attention, unless `options` are given; a dictionary, `{"text_config": "sdpa"}`, chooses for one part.
+    """
+
+    main_input_name = "input_ids"
+    input_modalities = ["image", "text"]
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _checkpoint_renames = {
+        **KimiVLEncoder._checkpoint_renames,
+        r"^model\.language_model\.": "language_model.model.",
+        r"^lm_head\.": "language_model.lm_head.",
+    }
+    _checkpoint_ignores = r".*\.rotary_emb\.inv_freq$"
+
+    def __init__(self, config: KimiVLConfig, options: EncoderOptions | None = None) -> None:
+        super().__init__(config, options)
+        self.language_model = DeepseekV3ForCausalLM(config.text_config)
+        if options is None:
+            self._follow_attn_implementation()
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.language_model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.language_model.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.language_model.set_output_embeddings(new_embeddings)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As in transformers; the vocabulary's size is changed in both configurations."""
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        self.config.vocab_size = self.config.text_config.vocab_size
+        return embeddings
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers; the encoder's attention follows, see the class."""
+        PreTrainedModel.set_attn_implementation(self, attn_implementation, *args, **kwargs)
+        self._follow_attn_implementation()
+
+    def _follow_attn_implementation(self) -> None:
+        asked = self.config.vision_config._attn_implementation
+        if asked in ATTENTION_OF:
+            self.vision_tower.set_options(attention=ATTENTION_OF[asked])
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_hws: Sequence[Grid] | Tensor | None = None,
+        image_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """Logits of each position, and the loss where labels are given.
+
+        Args:
+            input_ids: (B, S); each image stands there as one placeholder id for each of its tokens.
+            pixel_values: (L, 3, 14, 14) patches of all images, in the order of their placeholders, with
+            image_grid_hws: (n, 2) host integers (h, w) in patches.
+            image_embeds: (T, text hidden size), what `get_image_features` gave before, instead of pixels and grids.
+            attention_mask: (B, S), 0 at padding, on either side.
+            inputs_embeds: (B, S, text hidden size) instead of `input_ids`. It holds image features already.
+            labels: (B, S); `config.ignore_index` is left out of the loss.
+            logits_to_keep: only the last so many positions (0: all), or those indices.
+            kwargs: the cache and all else that `DeepseekV3ForCausalLM` takes.
+
+        Raises:
+            ValueError: another number of placeholders than of image features, with both numbers, before anything is
+                computed; pixels without grids, or together with `image_embeds` or `inputs_embeds`.
+        """
+        if inputs_embeds is None:
+            started = _cached_length(kwargs) > 0
+            if pixel_values is not None or image_embeds is not None or not started:
+                self._check_placeholders(input_ids, pixel_values, image_grid_hws, image_embeds)
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+            if pixel_values is not None:
+                image_embeds = self.get_image_features(pixel_values, image_grid_hws)
+            if image_embeds is not None and input_ids is not None:
+                inputs_embeds = self._with_images(inputs_embeds, input_ids, image_embeds)
+        elif input_ids is not None or pixel_values is not None or image_embeds is not None:
+            raise ValueError("inputs_embeds hold the image features already: give no input_ids and no images with them")
+        logits_to_keep = kwargs.pop("num_logits_to_keep", logits_to_keep)  # its name in older code
+        outputs = self.language_model(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            logits_to_keep=logits_to_keep,
+            **{**kwargs, "return_dict": True},
+        )
+        if labels is not None:
+            of_loss = {"ignore_index": self.config.ignore_index, **kwargs}
+            loss = self.loss_function(outputs.logits, labels, self.config.text_config.vocab_size, **of_loss)
+            outputs = MoeCausalLMOutputWithPast(**{"loss": loss, **outputs})
+        return outputs if kwargs.get("return_dict", True) else outputs.to_tuple()
+
+    def _check_placeholders(
+        self,
+        input_ids: Tensor | None,
+        pixel_values: Tensor | None,
+        image_grid_hws: Sequence[Grid] | Tensor | None,
+        image_embeds: Tensor | None,
+    ) -> None:
+        """ValueError unless the ids have a placeholder for each image feature."""
+        if input_ids is None:
+            raise ValueError("give input_ids or inputs_embeds")
+        if (pixel_values is None) != (image_grid_hws is None):
+            raise ValueError("give pixel_values and image_grid_hws together")
+        if pixel_values is not None and image_embeds is not None:
+            raise ValueError("give pixel_values or image_embeds, not both")
+        features = 0
+        if image_grid_hws is not None:
+            features = sum(token_counts(as_grid_list(image_grid_hws), self.config.vision_config.merge_kernel_size))
+        elif image_embeds is not None:
+            features = image_embeds.shape[0]
+        placeholders = int((input_ids == self.config.media_placeholder_token_id).sum())
+        if placeholders != features:
+            raise ValueError(f"input_ids hold {placeholders} image placeholders for {features} image features")
+
+    def _with_images(self, inputs_embeds: Tensor, input_ids: Tensor, image_embeds: Tensor) -> Tensor:
+        """(B, S, hidden) with the features in the placeholders' places, in order."""
+        is_image = (input_ids == self.config.media_placeholder_token_id).unsqueeze(-1).to(inputs_embeds.device)
+        return inputs_embeds.masked_scatter(is_image, image_embeds.to(inputs_embeds.device, inputs_embeds.dtype))
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, is_first_iteration: bool | None = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As in transformers; images enter with the prompt only, not with each new token."""
+        inputs = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+        if kwargs.get("use_cache", True) and not is_first_iteration:
+            inputs = {name: value for name, value in inputs.items() if name not in _IMAGE_INPUTS}
+        return inputs
+
+    def _expand_inputs_for_generation(  # ty: ignore[incompatible-method-override]
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Repeats each prompt for beams and returned sequences, with its images, which are encoded here, once.
+
+        The patches of all images are packed in one tensor: transformers would repeat each patch.
+        """
+        pixels, grids, embeds = (kwargs.pop(name, None) for name in _IMAGE_INPUTS)
+        if input_ids is not None and (pixels is not None or embeds is not None):
+            self._check_placeholders(input_ids, pixels, grids, embeds)
+            if embeds is None:
+                embeds = self.get_image_features(pixels, grids)
+            if expand_size > 1:
+                counts = (input_ids == self.config.media_placeholder_token_id).sum(-1).tolist()
+                embeds = torch.cat([part.repeat(expand_size, 1) for part in embeds.split(counts)])
+        parent: Any = super()
+        input_ids, kwargs = parent._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)
+        return input_ids, kwargs if embeds is None else {**kwargs, "image_embeds": embeds}
+
+
+def _cached_length(kwargs: Mapping[str, Any]) -> int:
+    """Positions that the cache of earlier calls holds; its older name is `past_key_values`."""
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    return 0 if cache is None else int(cache.get_seq_length())
