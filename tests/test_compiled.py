@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kimivl_lab import EncoderOptions
-from kimivl_lab.kernels.dispatch import CompiledFunction
+from kimivl_lab.kernels.dispatch import CompiledFunction, compile_errors
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
 
@@ -52,14 +52,84 @@ def test_without_a_compiler_the_fallback_takes_over(caplog):
     assert function(torch.zeros(1)).item() == 2
     assert "a sum failed" in caplog.text
     assert function(torch.zeros(1)).item() == 2 and not function.works
+    assert sum(count for text, count in compile_errors().items() if text.startswith("a sum: ")) == 1
+
+
+class Launches:
+    """Compiled code whose n-th call raises `errors[n]`, if there is one."""
+
+    def __init__(self, errors):
+        self.errors, self.calls = errors, 0
+
+    def __call__(self, x):
+        self.calls += 1
+        if error := self.errors.get(self.calls - 1):
+            raise error
+        return x + 1
+
+
+def with_compiled(launches, fallback=lambda x: x + 2):
+    function = CompiledFunction(lambda x: x + 1, "a sum", fallback=fallback)
+    function.__dict__["_compiled"] = launches
+    return function
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Triton Error [CUDA]: no kernel image is available for execution on the device"),
+        OSError("Python.h: No such file or directory"),
+        ImportError("libcuda.so.1"),
+        BrokenPipeError("a compile worker died"),
+        TypeError("launcher() takes 17 arguments"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_any_error_of_a_first_launch_is_computed_without_the_compiler(error):
+    function = with_compiled(Launches({0: error}))
+    assert function(torch.zeros(1)).item() == 2
+    assert list(function.errors.values()) == [1] and type(error).__name__ in next(iter(function.errors))
+
+
+def test_one_bad_call_does_not_turn_compiled_code_off_for_good():
+    launches = Launches({0: OSError("busy"), 2: OSError("busy")})
+    function, calls = with_compiled(launches), 0
+    for tries, pause in ((1, 1000), (3, 10_000)):
+        while launches.calls < tries:  # from the second on: one that works, then one that fails
+            function(0)
+            calls += 1
+        for _ in range(pause):
+            assert function(0) == 2
+        assert function.works and launches.calls == tries
+    assert calls == 3 and function(0) == 1 and function.errors == {"OSError: busy": 2}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_devices_errors_pass_through(error, wrapped):
+    raised = error
+    if wrapped:
+        raised = RuntimeError("backend='inductor' raised")
+        raised.__cause__ = error
+    function = with_compiled(Launches({0: raised}))
+    with pytest.raises(type(raised)):
+        function(0)
+    assert function.works and not function.errors
 
 
 def test_the_functions_own_errors_pass_through():
     def broken(x):
         raise KeyError("mine")
 
-    function = CompiledFunction(broken, "a broken one")
-    function.__dict__["_compiled"] = broken
+    function = with_compiled(broken, fallback=broken)
     with pytest.raises(KeyError, match="mine"):
         function(torch.zeros(1))
-    assert function.works
+    assert function.works and not function.errors

@@ -7,9 +7,12 @@ Test: tests/test_compiled.py, tests/test_attention.py, tests/test_faults_weights
 """
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,13 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _LOG = logging.getLogger(__name__)
+_FIRST_PAUSE = 1000  # calls: about 40 forwards of 27 layers
+# Triton reports the driver's errors as a plain RuntimeError
+_DEVICE_ERRORS = re.compile(
+    r"out of memory|illegal memory access|device-side assert|misaligned address|unspecified launch failure"
+    r"|launch timed out|uncorrectable ECC",
+    re.IGNORECASE,
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -76,28 +86,74 @@ def is_untouched_throughout(module: nn.Module) -> bool:
 class CompiledFunction:
     """Calls `function` compiled by torch.compile, once for all shapes. The first call logs that it compiles.
 
-    Where compiling fails (for example without a C++ compiler) a warning is logged, and from then on `fallback` runs, by
-    default `function` itself, uncompiled. Errors of `function` itself pass through.
+    Where compiling or starting the compiled code fails (no C++ compiler, a compile worker that died, a GPU that the
+    code does not run on), `fallback` computes the call, by default `function` itself, uncompiled. Any such error is
+    counted in `errors` and logged. The next calls run the fallback, 1,000 of them at first and ten times as many after
+    each further failure; then compiled code is tried again. So one bad call does not turn compiled code off for good,
+    and a machine without a compiler does not wait for one at each call.
+
+    Not replaced: an error that the fallback has, too, and those of the device, `is_of_the_device`.
+
+    Attributes:
+        errors: by type and first line, how often it came.
     """
+
+    failing: ClassVar[WeakSet["CompiledFunction"]] = WeakSet()  # those with errors, for `compile_errors`
 
     def __init__(self, function: Callable[..., Any], name: str, fallback: Callable[..., Any] | None = None) -> None:
         self.function = function
         self.name = name
         self.fallback = fallback or function
-        self.works = True
+        self.errors: Counter[str] = Counter()
+        self._skip, self._skip_next = 0, _FIRST_PAUSE  # calls: left to the fallback, and after the next failure
+
+    @property
+    def works(self) -> bool:
+        """Whether the next call tries compiled code."""
+        return not self._skip
 
     def __call__(self, *args: Any) -> Any:
-        if self.works:
-            from torch._dynamo.exc import TorchDynamoException  # slow to import, so only when something is compiled
-
-            try:
-                return self._compiled(*args)
-            except TorchDynamoException as error:
-                self.works = False
-                _LOG.warning("torch.compile of %s failed (%s); it runs uncompiled", self.name, type(error).__name__)
-        return self.fallback(*args)
+        if self._skip:
+            self._skip -= 1
+            return self.fallback(*args)
+        try:
+            return self._compiled(*args)
+        except Exception as error:
+            if is_of_the_device(error):
+                raise
+            value = self.fallback(*args)  # raises what is wrong with the call itself
+            text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+            self.errors[text] += 1
+            self.failing.add(self)
+            _LOG.warning(
+                "compiled code of %s failed (%s); the next %d calls run uncompiled", self.name, text, self._skip_next
+            )
+            self._skip, self._skip_next = self._skip_next, 10 * self._skip_next
+            return value
 
     @cached_property
     def _compiled(self) -> Callable[..., Any]:
         _LOG.warning("compiling %s: the first call takes from seconds to a minute", self.name)
         return torch.compile(self.function, dynamic=True)
+
+
+def compile_errors() -> dict[str, int]:
+    """How often compiled code failed in this process, by "function: error"; empty where it always worked."""
+    return {
+        f"{function.name}: {error}": count
+        for function in CompiledFunction.failing
+        for error, count in function.errors.items()
+    }
+
+
+def is_of_the_device(error: BaseException | None) -> bool:
+    """Whether `error`, or one that it came from, says that the device is out of memory or in an error state.
+
+    Other code would hide the first and cannot repair the second. Compilers wrap errors, so causes are searched.
+    """
+    accelerator = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # since torch 2.8
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, accelerator)) or _DEVICE_ERRORS.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
