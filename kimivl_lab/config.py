@@ -192,6 +192,7 @@ class EncoderOptions:
         `kimivl_lab.kernels.packed_linear`.
     compile: run the blocks through torch.compile, which fuses norms, rope, activations and residuals: one graph for
         all blocks and batches. `rope` and `linear` are then the compiler's.
+    position_cache_bytes: most bytes that position "cached" keeps; 0: none.
     weights: "checked" (before each forward on a CPU the weights are compared with those that were packed, so that no
         change is missed) or "announced" (no comparison and no memory for it; a change that torch does not count must
         be announced by `tower.weights_changed()`). See `kimivl_lab.kernels.weight_state`.
@@ -203,6 +204,7 @@ class EncoderOptions:
     linear: str = "auto"
     compile: bool = False
     weights: str = "checked"
+    position_cache_bytes: int = 256 * 2**20
 
 
 def refuse_attn_implementation(name: Any) -> None:

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup, get_backend
 
 from ..checks import as_positive
 from ..config import MoonViTConfig
-from ..geometry import GridLike, as_grid_list
+from ..geometry import GridLike, as_grid_list, token_counts
 from ..moonvit.model import MoonVitPretrainedModel
 from ..parallel.calls import describe_images, same_call
 from ..planner.replay_cost import REPLAY_COST
@@ -201,7 +201,9 @@ class EncoderCudaGraphRunner:
         batch = {"pixel_values": pixel_values, "image_grid_hws": as_grid_list(image_grid_hws)}
         if self.tensor_parallel_group is not None:  # a replay runs the tower's collectives, but not its comparison
             with same_call(self.tensor_parallel_group) as call:
-                call.about = describe_images("graphs", batch["image_grid_hws"], self.dtype, pixel_values)
+                call.about = describe_images(
+                    f"graphs {self.budgets}", batch["image_grid_hws"], self.dtype, pixel_values
+                )
         specs = self.model.get_encoder_cudagraph_item_specs(batch)
         self.tower.check_pixels(pixel_values, sum(spec.input_size for spec in specs))
         if not specs:
@@ -222,6 +224,11 @@ class EncoderCudaGraphRunner:
             counted.add(len(images), replay.tokens, replay.rows, time.perf_counter() - start)
         assert out is not None
         return out
+
+    def count_eager(self, reason: str, image_grid_hws: Sequence[GridLike] | Tensor, seconds: float) -> None:
+        """Counts a batch that the caller encoded without the graphs, under `reason`."""
+        tokens = sum(token_counts(as_grid_list(image_grid_hws), self.config.merge_kernel_size))
+        self._eager(reason).add(len(image_grid_hws), tokens, tokens, seconds)
 
     def graph(self, budget: int) -> CapturedGraph:
         """The graph of one of the budgets, captured if it has not been, for measurements.

@@ -51,7 +51,7 @@ class RunnerStats:
     """Attributes:
     graphs: by budget in merged tokens, ascending.
     eager: by reason: "too large", "padding" (above `max_waste`) or "pixels" (floats where uint8 was captured, or the
-        other way round).
+        other way round). A `KimiVLEncoder` adds "gradient" and "tensor parallel".
     input_bytes: of the static inputs, which all graphs share.
     """
 

@@ -48,6 +48,7 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
         config.check()  # again, because an argument of `from_pretrained` may have changed it
         self.options = options or EncoderOptions()
         self.patch_embed = MoonVisionPatchEmbed(config)
+        self.patch_embed.pos_emb.cache.set_max_bytes(self.options.position_cache_bytes)
         self.encoder = MoonVitEncoder(config)
         self.rope_2d = Rope2DPosEmb(config.head_dim)
         self._resolved = _NotCopied()
@@ -67,9 +68,13 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
         """Changes switches, by `EncoderOptions`' names. Frees what the new choice does not use.
 
         Packed copies of the weights go when `linear` is "plain" or `compile` is on; the position cache is emptied when
-        `position` is not "cached". Graphs that were captured before keep their own.
+        `position` is not "cached", and cut to `position_cache_bytes` when that is among the changes. Graphs that were
+        captured before keep their own; see `KimiVLEncoder.set_options` for those of an encoder.
         """
-        self.options = replace(self.options, **changes)
+        options = replace(self.options, **changes)
+        if "position_cache_bytes" in changes:
+            self.patch_embed.pos_emb.cache.set_max_bytes(options.position_cache_bytes)
+        self.options = options
         self._resolved.clear()
         if self.options.linear == "plain" or self.options.compile:
             release_packed(self.encoder)

@@ -21,9 +21,11 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
+from ..checks import as_not_negative
+from ..config import EncoderOptions
 from ..kernels.weight_state import WeightState
 
-DEFAULT_MAX_BYTES = 256 * 2**20
+DEFAULT_MAX_BYTES = EncoderOptions.position_cache_bytes
 POLICIES = ("lru", "fifo")
 
 Value = TypeVar("Value", bound=Tensor | tuple[Tensor, ...])
@@ -102,6 +104,13 @@ class PositionCache:
                 self._watched = WeightState(weight)
                 self._empty()
 
+    def set_max_bytes(self, max_bytes: int) -> None:
+        """Changes the bound; what is over it goes by the policy."""
+        max_bytes = as_not_negative("max_bytes", max_bytes)
+        with self._lock:
+            self.max_bytes = max_bytes
+            self._evict()
+
     def drop_entries(self) -> None:
         """Drops every entry. The next lookups miss, as they would for new grids: the weight's state is kept."""
         with self._lock:
@@ -127,6 +136,9 @@ class PositionCache:
             return
         self._entries[key] = (value, size)
         self.stats.bytes += size
+        self._evict()
+
+    def _evict(self) -> None:
         while self._over():
             _, (_, evicted) = self._entries.popitem(last=False)
             self.stats.bytes -= evicted

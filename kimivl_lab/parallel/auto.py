@@ -20,7 +20,7 @@ from ..moonvit.model import MoonVitPretrainedModel
 from .balance import balance_by_cost
 from .calls import rank_errors
 from .cost_model import CostModel, assumed_cost_model
-from .data_parallel import run_dp_sharded_vision_model
+from .data_parallel import VisionTower, run_dp_sharded_vision_model
 from .groups import SharedGroup, check_group
 from .tensor_parallel import check_layers, tensor_parallel, tensor_parallel_sizes
 
@@ -48,6 +48,7 @@ class AutoParallelTower:
         self.tower = tower
         self.cost_model = model[0]
         self._group = SharedGroup(group)
+        self.last_choice: str | None = None  # of the last call
         self._cut: _Twin | None = None
 
     @property
@@ -61,19 +62,25 @@ class AutoParallelTower:
             return "data"
         return self.cost_model.choose(patch_counts(as_grid_list(grid_hws)), ranks)
 
-    def __call__(self, pixel_values: Tensor, grid_hws: Sequence[GridLike] | Tensor) -> Tensor:
-        """(L, 3, 14, 14) of all images and (n, 2) grids -> (T, 4, D) in the order of the images, on every rank."""
+    def __call__(
+        self, pixel_values: Tensor, grid_hws: Sequence[GridLike] | Tensor, runner: VisionTower | None = None
+    ) -> Tensor:
+        """(L, 3, 14, 14) of all images and (n, 2) grids -> (T, 4, D) in the order of the images, on every rank.
+
+        `runner` encodes this rank's images under data, in place of the tower whose graphs it holds.
+        """
         try:
             mode = self.choose(grid_hws)
         except ValueError:
             mode = "data"  # raises the same inside the call, where the other ranks learn of it
+        self.last_choice = mode
         if mode == "tensor":
             if self._cut is None or not self._cut.is_of(self.tower):
                 self._cut = _Twin(self.tower, self.group)
             check_layers(self.tower)  # a hook that was added since would be skipped by the twin's own layers
             return self._cut.tower(pixel_values, grid_hws)
         balance = partial(balance_by_cost, cost=self.cost_model.image_cost)
-        return run_dp_sharded_vision_model(self.tower, pixel_values, grid_hws, self.group, balance=balance)
+        return run_dp_sharded_vision_model(runner or self.tower, pixel_values, grid_hws, self.group, balance=balance)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_cut": None}  # a copy makes its twin when it needs one
