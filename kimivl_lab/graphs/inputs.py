@@ -217,6 +217,15 @@ class StaticInputs:
         self._zero_from = max(self._zero_from, rows)
 
 
+def padding_pairs(patches: int, segments: int) -> int:
+    """Attention pairs of `patches` of padding in so many segments, as `StaticInputs.write` cuts them.
+
+    Example: 76 patches in 8 segments are 4 of 9 and 4 of 10, 724 pairs.
+    """
+    length, longer = divmod(patches, segments)
+    return longer * (length + 1) ** 2 + (segments - longer) * length**2
+
+
 def _evenly(start: int, end: int, parts: int) -> Tensor:
     """(parts + 1,) int32 offsets that cut start..end into equal parts: 84, 160 and 8 give 84, 93, 103, ... 160."""
     offsets = [start + (end - start) * part // parts for part in range(parts + 1)]

@@ -5,17 +5,18 @@
     print(runner.stats)
 
 A graph of budget B always computes B merged tokens. Images are packed into budgets (`packing`); an image that fits no
-budget, or that would waste more than `max_waste`, runs eager, is counted, and is right. Everything that depends on the
-images is an input of the graph (`inputs`) and comes from the metadata builder that the eager tower uses.
+budget, or whose replay is predicted to be too slow for its padding (`max_waste`), runs eager, is counted, and is right.
+Everything that depends on the images is an input of the graph (`inputs`) and comes from the metadata builder that the
+eager tower uses.
 
-Test: tests/test_graph_runner.py, tests/test_faults_graphs.py. Record: graphs__*.csv.
+Test: tests/test_graph_runner.py, tests/test_graph_waste.py, tests/test_faults_graphs.py. Record: graphs__*.csv.
 """
 
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,15 @@ from torch.distributed import ProcessGroup, get_backend
 
 from ..checks import as_positive
 from ..config import MoonViTConfig
-from ..geometry import GridLike, as_grid_list, token_counts
+from ..geometry import GridLike, as_grid_list, patch_counts, token_counts
+from ..moonvit.attention import attends_all_pairs
+from ..moonvit.flops import pair_rows
 from ..moonvit.model import MoonVitPretrainedModel
 from ..parallel.calls import describe_images, same_call
-from ..planner.replay_cost import REPLAY_COST
+from ..planner.replay_cost import REPLAY_COST, eager_cost, predicted_rows
 from .cuda import CapturedGraph, CudaBackend
 from .guards import position_caches_untouched
-from .inputs import EncoderItemSpec, StaticInputs, SupportsEncoderCudaGraph, TowerGraphs
+from .inputs import EncoderItemSpec, StaticInputs, SupportsEncoderCudaGraph, TowerGraphs, padding_pairs
 from .packing import Replay, as_budgets, pack
 from .stats import Calls, GraphCalls, RunnerStats
 from .trace import TraceBackend
@@ -43,6 +46,21 @@ class Captured:
     graphs: dict[int, CapturedGraph]
     inputs: StaticInputs
     weights: CapturedWeights
+    all_pairs: bool  # attention of the graphs computes all pairs of a graph's patches, see `attends_all_pairs`
+
+
+class Planned(NamedTuple):
+    """A replay or eager call of a batch, before it runs.
+
+    Attributes:
+        counted_as: the budget, or the reason to run eager.
+        image_pairs, pairs: attention pairs of the images, and those computed; see `Calls`.
+    """
+
+    replay: Replay
+    counted_as: int | str
+    image_pairs: int
+    pairs: int
 
 
 class EncoderCudaGraphRunner:
@@ -61,7 +79,12 @@ class EncoderCudaGraphRunner:
             accepts more padding where that saves replays. None: 0 on a CPU, where an operator starts in microseconds
             and a token takes milliseconds, so that ties alone go to fewer replays; the planner's price of an H100 on a
             GPU. `kimivl_lab.planner.replay_cost` predicts or measures it for another one.
-        max_waste: highest allowed ratio of computed to real merged tokens; above it images run eager. None: no limit.
+        max_waste: a replay may take this many times as long as the eager call of the same images, by prediction; images
+            whose replay would take longer run eager. 1 takes graphs only where they are predicted to be at least as
+            fast; None always. The prediction, in merged tokens: those computed, padding included; attention pairs,
+            padding included, at `pair_rows` each; and `replay_cost` for a replay, twice as much for an eager call
+            (`kimivl_lab.planner.replay_cost`). Example: 9 tokens in a graph of 16, with a price of 0 and attention
+            left out, take 16/9 = 1.8 times as long.
         pixel_dtype: of the patches that will come: the tower's floats when None, torch.uint8 for raw ones. The other
             kind runs eager.
         tensor_parallel_group: the group of a tensor-parallel tower: its collectives are captured. Without it a
@@ -94,7 +117,7 @@ class EncoderCudaGraphRunner:
         self.budgets = _checked(budgets, self.model.get_encoder_cudagraph_budget_range(self.max_images)[1])
         pack([], self.budgets, self.max_images, packing, replay_cost or 0)  # what cannot be used is an error now
         if max_waste is not None and not max_waste >= 1:
-            raise ValueError(f"max_waste is computed over real tokens, at least 1, got {max_waste}")
+            raise ValueError(f"max_waste is predicted time over that of an eager call, at least 1, got {max_waste}")
         if tensor_parallel_group is not None and (name := get_backend(tensor_parallel_group)) != "nccl":
             raise ValueError(f"tensor_parallel_group: {name} cannot be captured, NCCL can")
         if unknown := set(poison) - {"pool", "padding"}:
@@ -106,6 +129,7 @@ class EncoderCudaGraphRunner:
         self.poison = poison
         self._backend_name = backend
         self._merge_size = self.config.merge_size
+        self._pair_rows = pair_rows(self.config)
         self.reset()
 
     @property
@@ -178,7 +202,10 @@ class EncoderCudaGraphRunner:
                 )
         self.stats.graphs = {budget: calls[budget] for budget in self.budgets}
         self.stats.input_bytes = inputs.nbytes
-        self._captured = Captured(graphs, inputs, weights)
+        with torch.no_grad():  # as the capture, which takes kernels without a backward
+            attend = self.tower.resolve_options().attend
+        all_pairs = attends_all_pairs(attend, self.device, lengths_on_host=False)
+        self._captured = Captured(graphs, inputs, weights, all_pairs)
         return self._captured
 
     @torch.no_grad()
@@ -210,7 +237,7 @@ class EncoderCudaGraphRunner:
             return self.model.encoder_eager_forward(batch)
         offsets = list(accumulate((spec.output_tokens for spec in specs), initial=0))
         out = None
-        for replay, counted in self._plan(specs, pixel_values.dtype):
+        for replay, counted_as, image_pairs, pairs in self._plan(specs, pixel_values.dtype):
             start = time.perf_counter()
             images = sorted(replay.images)
             part = self.model.select_encoder_cudagraph_items(batch, images)
@@ -221,14 +248,17 @@ class EncoderCudaGraphRunner:
             sizes = [specs[image].output_tokens for image in images]
             for image, rows in zip(images, features[: replay.tokens].split(sizes), strict=True):
                 out[offsets[image] : offsets[image + 1]].copy_(rows)
-            counted.add(len(images), replay.tokens, replay.rows, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self._calls(counted_as).add(len(images), replay.tokens, replay.rows, image_pairs, pairs, seconds)
         assert out is not None
         return out
 
     def count_eager(self, reason: str, image_grid_hws: Sequence[GridLike] | Tensor, seconds: float) -> None:
         """Counts a batch that the caller encoded without the graphs, under `reason`."""
-        tokens = sum(token_counts(as_grid_list(image_grid_hws), self.config.merge_kernel_size))
-        self._eager(reason).add(len(image_grid_hws), tokens, tokens, seconds)
+        grids = as_grid_list(image_grid_hws)
+        tokens = sum(token_counts(grids, self.config.merge_kernel_size))
+        _, _, *pairs = self._planned_eager(Replay((), tokens, None), patch_counts(grids), reason)
+        self._calls(reason).add(len(grids), tokens, tokens, *pairs, seconds)
 
     def graph(self, budget: int) -> CapturedGraph:
         """The graph of one of the budgets, captured if it has not been, for measurements.
@@ -255,23 +285,51 @@ class EncoderCudaGraphRunner:
         graph.replay()
         return graph.output
 
-    def _plan(self, specs: Sequence[EncoderItemSpec], pixel_dtype: torch.dtype) -> list[tuple[Replay, Calls]]:
-        """Replays and eager calls (budget None), each with its counter."""
+    def _plan(self, specs: Sequence[EncoderItemSpec], pixel_dtype: torch.dtype) -> list[Planned]:
+        """Replays and eager calls (budget None)."""
         tokens = [spec.output_tokens for spec in specs]
         if pixel_dtype.is_floating_point != (self.pixel_dtype or self.dtype).is_floating_point:
-            return [(Replay(tuple(range(len(specs))), sum(tokens), None), self._eager("pixels"))]
-        plan: list[tuple[Replay, Calls]] = []
+            whole = Replay(tuple(range(len(specs))), sum(tokens), None)
+            return [self._planned_eager(whole, [spec.input_size for spec in specs], "pixels")]
+        plan: list[Planned] = []
         for replay in pack(tokens, self.budgets, self.max_images, self.packing, self.replay_cost):
+            patches = [specs[image].input_size for image in replay.images]
             if replay.budget is None:
-                plan.append((replay, self._eager("too large")))
-            elif self.max_waste is not None and replay.rows > self.max_waste * replay.tokens:
-                plan.append((replace(replay, budget=None), self._eager("padding")))
-            else:
-                plan.append((replay, self.stats.graphs[replay.budget]))
+                plan.append(self._planned_eager(replay, patches, "too large"))
+                continue
+            pairs = self._replay_pairs(patches, replay.budget)
+            plan.append(Planned(replay, replay.budget, _image_pairs(patches), pairs))
+            if self.max_waste is not None:
+                eager = self._planned_eager(replace(replay, budget=None), patches, "padding")
+                if self._predicted_rows(plan[-1]) > self.max_waste * self._predicted_rows(eager):
+                    plan[-1] = eager
         return plan
 
-    def _eager(self, reason: str) -> Calls:
-        return self.stats.eager.setdefault(reason, Calls())
+    def _predicted_rows(self, planned: Planned) -> float:
+        price = self.replay_cost
+        fixed = eager_cost(price) if planned.replay.budget is None else price
+        return predicted_rows(planned.replay.rows, planned.pairs, self._pair_rows, fixed)
+
+    def _planned_eager(self, replay: Replay, patches: Sequence[int], reason: str) -> Planned:
+        attend = self.tower.resolve_options().attend
+        dense = attends_all_pairs(attend, self.device, lengths_on_host=True)
+        own = _image_pairs(patches)
+        return Planned(replay, reason, own, sum(patches) ** 2 if dense else own)
+
+    def _replay_pairs(self, patches: Sequence[int], budget: int) -> int:
+        rows = budget * self._merge_size
+        if self.capture().all_pairs:
+            return rows**2
+        return _image_pairs(patches) + padding_pairs(rows - sum(patches), self.max_images + 1 - len(patches))
+
+    def _calls(self, counted_as: int | str) -> Calls:
+        if isinstance(counted_as, int):
+            return self.stats.graphs[counted_as]
+        return self.stats.eager.setdefault(counted_as, Calls())
+
+
+def _image_pairs(patches: Iterable[int]) -> int:
+    return sum(count * count for count in patches)
 
 
 def resolve_backend(name: str, device: torch.device) -> CudaBackend | TraceBackend:

@@ -2,7 +2,7 @@
 
 `print(runner.stats)` shows one line for each graph, one for each reason to run eager, and the sum.
 
-Test: tests/test_graph_runner.py.
+Test: tests/test_graph_runner.py, tests/test_graph_waste.py.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +16,9 @@ class Calls:
         calls, images: how many.
         tokens: real merged tokens.
         rows: merged tokens computed, padding included.
+        image_pairs: attention pairs of patches of one image, the sum of patches squared.
+        pairs: attention pairs computed: also those within each segment of padding, or, where the kernel takes a mask
+            over all patches, those of all patches with all.
         seconds: host time from the first copy to the last.
     """
 
@@ -23,19 +26,28 @@ class Calls:
     images: int = 0
     tokens: int = 0
     rows: int = 0
+    image_pairs: int = 0
+    pairs: int = 0
     seconds: float = 0.0
 
-    def add(self, images: int, tokens: int, rows: int, seconds: float) -> None:
+    def add(self, images: int, tokens: int, rows: int, image_pairs: int, pairs: int, seconds: float) -> None:
         self.calls += 1
         self.images += images
         self.tokens += tokens
         self.rows += rows
+        self.image_pairs += image_pairs
+        self.pairs += pairs
         self.seconds += seconds
 
     @property
     def waste(self) -> float:
         """Computed rows over real ones; 1 without any."""
         return self.rows / self.tokens if self.tokens else 1.0
+
+    @property
+    def pair_waste(self) -> float:
+        """Computed attention pairs over those of the images; 1 without any."""
+        return self.pairs / self.image_pairs if self.image_pairs else 1.0
 
 
 @dataclass
@@ -90,7 +102,8 @@ class RunnerStats:
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
-            ("budget", "calls", "images", "tokens", "rows", "rows/tokens", "ms a call", "capture s", "MiB")
+            ("budget", "calls", "images", "tokens", "rows", "rows/tokens", "pairs", "pairs/image pairs", "ms a call")
+            + ("capture s", "MiB")
         ]
         rows += [_row(str(budget), calls, calls.capture_seconds, calls.nbytes) for budget, calls in self.graphs.items()]
         rows += [_row(f"eager: {reason}", calls) for reason, calls in self.eager.items()]
@@ -104,4 +117,5 @@ def _row(name: str, calls: Calls, capture_seconds: float | None = None, nbytes: 
     each = f"{calls.seconds / calls.calls * 1e3:.2f}" if calls.calls else ""
     cost = ("", "") if capture_seconds is None else (f"{capture_seconds:.2f}", f"{nbytes / 2**20:.1f}")
     counts = (calls.calls, calls.images, calls.tokens, calls.rows)
-    return (name, *map(str, counts), f"{calls.waste:.3f}", each, *cost)
+    pairs = str(calls.pairs), f"{calls.pair_waste:.3f}"
+    return (name, *map(str, counts), f"{calls.waste:.3f}", *pairs, each, *cost)

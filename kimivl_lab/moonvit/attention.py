@@ -108,6 +108,16 @@ def resolve_attention(
     return ATTENTION_BACKENDS["sdpa" if name in WITHOUT_BACKWARD and torch.is_grad_enabled() else name]
 
 
+def attends_all_pairs(attend: PackedAttention, device: torch.device, *, lengths_on_host: bool) -> bool:
+    """Whether `attend` computes the score of every pair of patches of a call, masked, and not of each image alone.
+
+    True of "sdpa_masked", and of "sdpa" on a GPU where the lengths are not on the host: in a captured graph.
+    """
+    return attend is sdpa_masked_attention or (
+        attend is sdpa_attention and device.type != "cpu" and not lengths_on_host
+    )
+
+
 def _require_rows(q: Tensor, metadata: EncoderMetadata) -> None:
     if metadata.num_patches > q.shape[0]:
         raise ValueError(f"q holds {q.shape[0]} patches, the grids of the metadata need {metadata.num_patches}")

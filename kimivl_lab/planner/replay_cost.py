@@ -48,6 +48,14 @@ def predicted_replay_cost(gpu: Gpu) -> int:
     return round(kernels() * KERNEL_FLOOR_S * SUSTAINED * gpu.flops_per_s / ROW_FLOPS)
 
 
+def predicted_rows(rows: int, pairs: int, pair_rows: float, fixed: int) -> float:
+    """The predicted time of a call in rows: its rows, its attention pairs at `pair_rows` rows each, its fixed time.
+
+    Example: a replay of 1,024 rows with 16.8 million pairs at 1/26,600 and the price 188 takes as long as 1,843 rows.
+    """
+    return rows + pairs * pair_rows + fixed
+
+
 def eager_cost(replay_cost: int) -> int:
     """Rows that an eager call costs beside its own, where a replay costs `replay_cost`."""
     return round(replay_cost * LAUNCH_S / KERNEL_FLOOR_S)
