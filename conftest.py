@@ -8,7 +8,12 @@ import pytest
 
 os.environ.pop("MPLBACKEND", None)  # kernels inherit it, and anything but their own default leaves the figures out
 
-NOT_TESTED = {"needs a CUDA device": "CUDA", "AMX": "AMX"}  # what a reason for skipping says -> what was not tested
+NOT_TESTED = {
+    "needs a CUDA device": "CUDA",
+    "AMX": "AMX",
+    "needs AVX-512": "AVX-512",
+    "needs AVX2": "AVX2",
+}  # what a reason for skipping says -> what was not tested
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions
 from kimivl_lab.graphs.trace import TraceBackend
-from kimivl_lab.kernels.amx import library
-from kimivl_lab.kernels.amx.attention import attend
+from kimivl_lab.kernels import library
 from kimivl_lab.kernels.amx.linear import multiply, pack, packed_linear
 from kimivl_lab.kernels.amx.rope import rotate, rotate_
+from kimivl_lab.kernels.host_attention import attend as attend_by
 from kimivl_lab.kernels.packed_linear import PACKED_KERNELS, fused_linear, refresh_packed, resolve_linear
 from kimivl_lab.kernels.rotation import ROPE_IMPLEMENTATIONS, resolve_rotation, rotate_complex
 from kimivl_lab.moonvit.attention import ATTENTION_BACKENDS, resolve_attention
@@ -28,11 +29,14 @@ from kimivl_lab.moonvit.rope import Rope2DPosEmb
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-REASON = library.amx_unavailable(CPU, BF16)
+REASON = library.unavailable("amx", CPU, BF16)
 needs_amx = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 AMX = PACKED_KERNELS["amx"]
 CALLS_OF_TINY = {"packed_linear": 8, "packed_attention": 2, "rotate_": 2}
 OFFSETS_40 = torch.tensor([0, 40], dtype=torch.int32)
+
+
+attend = partial(attend_by, "amx")
 
 
 def normal(*shape, seed=0, scale=1.0):
@@ -153,6 +157,14 @@ def test_attention_refuses_what_it_would_misread(change, message):
     arguments = {"q": x, "k": x, "v": x, "cu_seqlens": offsets_of([36, 24]), "max_seqlen": 36}
     with pytest.raises(ValueError, match=message):
         attend(**arguments | change)
+
+
+@needs_amx
+def test_attention_stays_inside_its_operands_and_its_scratch():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.guard_pages", "amx"], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "amx\n", (done.returncode, done.stderr)
 
 
 # --- linear layers ---------------------------------------------------------------------------------------------------
@@ -405,8 +417,8 @@ def test_the_operators_keep_torchs_rules():
 
 
 def test_other_devices_and_dtypes_say_why_not():
-    assert "for CPUs, not for cuda" in str(library.amx_unavailable(torch.device("cuda"), BF16))
-    assert "take bfloat16, not torch.float32" in str(library.amx_unavailable(CPU, torch.float32))
+    assert "for CPUs, not for cuda" in str(library.unavailable("amx", torch.device("cuda"), BF16))
+    assert "take bfloat16, not torch.float32" in str(library.unavailable("amx", CPU, torch.float32))
     tower = tiny_tower()
     for options in (EncoderOptions(attention="amx"), EncoderOptions(linear="amx"), EncoderOptions(rope="amx")):
         with torch.no_grad(), pytest.raises(ValueError, match="take bfloat16, not torch.float32"):
@@ -417,11 +429,11 @@ def test_other_devices_and_dtypes_say_why_not():
 WITHOUT = """
 import torch
 from kimivl_lab import MoonViTConfig, MoonVitPretrainedModel
-from kimivl_lab.kernels.amx.library import amx_unavailable
+from kimivl_lab.kernels.library import unavailable
 tower = MoonVitPretrainedModel(MoonViTConfig.preset("tiny")).eval().bfloat16()
 with torch.no_grad():
     print(tower(torch.randn(24, 3, 14, 14), [(4, 6)]).isfinite().all().item())
-    print(amx_unavailable(torch.device("cpu"), torch.bfloat16))
+    print(unavailable("amx", torch.device("cpu"), torch.bfloat16))
     tower.set_options(attention="amx")
     try:
         tower(torch.randn(24, 3, 14, 14), [(4, 6)])
@@ -453,10 +465,10 @@ def test_without_a_working_compiler_the_tower_runs_on_torchs_kernels(tmp_path, c
 @pytest.mark.parametrize("damage", [b"", b"not a library"], ids=["empty", "another file"])
 def test_the_library_is_built_once_and_again_if_damaged(tmp_path, monkeypatch, damage):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    target, load = library._target(), library._load.__wrapped__
+    target, load = library._target("amx", "amx"), library._load.__wrapped__
     target.parent.mkdir()
     target.write_bytes(damage)
-    assert not isinstance(load(), str) and target.stat().st_size > 10_000
+    assert not isinstance(load("amx"), str) and target.stat().st_size > 10_000
     made = target.stat().st_mtime_ns
-    assert not isinstance(load(), str) and target.stat().st_mtime_ns == made
+    assert not isinstance(load("amx"), str) and target.stat().st_mtime_ns == made
     assert list(target.parent.iterdir()) == [target]

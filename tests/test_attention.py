@@ -158,7 +158,7 @@ def test_S14_fewer_patches_than_the_grids_need_are_refused(backend):
 
 
 def test_an_unknown_kernel_is_refused():
-    with pytest.raises(ValueError, match="'varlen': one of flash_attn, torch_varlen, amx, sdpa"):
+    with pytest.raises(ValueError, match="'varlen': one of flash_attn, torch_varlen, amx, simd, sdpa"):
         attend_packed(*qkv(4), torch.tensor([0, 4], dtype=torch.int32), 4, "varlen")
 
 

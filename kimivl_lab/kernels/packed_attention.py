@@ -3,6 +3,7 @@
     "flash_attn"    the flash-attn package's variable-length kernel (CUDA)
     "torch_varlen"  torch.nn.attention.varlen, the same kernel inside torch (CUDA)
     "amx"           this library's kernel for processors with matrix extensions, bfloat16 (CPU)
+    "simd"          this library's kernel for AVX2 and AVX-512, float32 (CPU)
     "sdpa"          scaled_dot_product_attention, once per run of images of equal length: its memory grows with the
                     largest run
 
@@ -10,9 +11,9 @@ The offsets of the operator `kimivl_lab::packed_attention` are data: a trace or 
 one node that reads `cu_seqlens` when it runs. Example: offsets [0, 2, 6, 9] are three images of 2, 4 and 3 patches.
 
 The operator has a backward for every kernel, `kimivl_lab::packed_attention_backward`. `attend_packed` called directly
-uses the backward of the kernel itself; "amx" has none.
+uses the backward of the kernel itself; "amx" and "simd" have none.
 
-Test: tests/test_attention.py, tests/test_amx.py. Record: attention__*.csv.
+Test: tests/test_attention.py, tests/test_amx.py, tests/test_simd.py. Record: attention__*.csv.
 """
 
 import importlib
@@ -26,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import segment_lengths
-from .amx.attention import attend
-from .amx.library import amx_unavailable
 from .dispatch import compute_dtype
+from .host_attention import attend
+from .library import LIBRARIES, unavailable
 
-KERNELS = ("flash_attn", "torch_varlen", "amx", "sdpa")  # the first that runs is the fastest
-WITHOUT_BACKWARD = ("amx",)
+KERNELS = ("flash_attn", "torch_varlen", "amx", "simd", "sdpa")  # the first that runs is the fastest
+WITHOUT_BACKWARD = ("amx", "simd")
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str) -> Tensor:
@@ -39,8 +40,8 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqle
 
     Args:
         max_seqlen: an upper bound of the longest image in patches; any larger bound gives the same values.
-        backend: "flash_attn", "torch_varlen", "amx" or "sdpa". The last two read the offsets on the host, and write
-            zeros past the last offset, where the first two write nothing.
+        backend: one of `KERNELS`. Those of a CPU read the offsets on the host, and write zeros past the last offset,
+            where the first two write nothing.
 
     Raises:
         ValueError: another backend; offsets that are not int32, or that the host reads and that do not rise from 0 to
@@ -49,8 +50,8 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqle
     _require_int32(cu_seqlens)
     if backend == "sdpa":
         return sdpa_runs(q, k, v, segment_lengths(cu_seqlens.tolist(), q.shape[0], max_seqlen))
-    if backend == "amx":
-        return attend(q, k, v, cu_seqlens, max_seqlen)
+    if backend in LIBRARIES:
+        return attend(backend, q, k, v, cu_seqlens, max_seqlen)
     if backend == "flash_attn":
         flash_attn = importlib.import_module("flash_attn")
         return flash_attn.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -116,8 +117,8 @@ packed_attention.register_autograd(_backward, setup_context=_keep_inputs)
 
 def attention_unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend called `name` cannot run on `device` in `dtype`, or None when it can."""
-    if name == "amx":
-        return amx_unavailable(device, dtype)
+    if name in LIBRARIES:
+        return unavailable(name, device, dtype)
     if name not in ("flash_attn", "torch_varlen"):
         return None
     if device.type != "cuda":

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from .amx.library import amx_unavailable
 from .amx.linear import multiply, pack, packed_linear
 from .dispatch import is_untouched, must_dispatch
+from .library import unavailable
 from .weight_state import WeightState
 
 GELU_TANH = "gelu_tanh"
@@ -180,7 +180,7 @@ def resolve_linear(name: str, device: torch.device, dtype: torch.dtype) -> Packe
 def packed_unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernel called `name` cannot run on `device` in `dtype`, or None when it can."""
     if name == "amx":
-        return amx_unavailable(device, dtype)
+        return unavailable("amx", device, dtype)
     if device.type != "cpu":
         return f"oneDNN prepacks for CPUs, not for {device.type}"
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):

@@ -19,10 +19,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .amx.library import amx_unavailable
 from .amx.rope import rotate as amx_rotate
 from .amx.rope import rotate_
 from .dispatch import CompiledFunction, must_dispatch, wants_gradient
+from .library import unavailable
 
 _BLOCK_ROWS = 128  # patches: 1.2 MB of q and k in float32 at 16 heads of 72, which second-level caches hold
 
@@ -86,7 +86,7 @@ ROPE_IMPLEMENTATIONS: dict[str, Rotation] = {
 
 def rotation_unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the implementation called `name` cannot run on `device` in `dtype`, or None when it can."""
-    return amx_unavailable(device, dtype) if name == "amx" else None
+    return unavailable("amx", device, dtype) if name == "amx" else None
 
 
 def resolve_rotation(name: str, device: torch.device, dtype: torch.dtype) -> Rotation:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import MoonViTConfig
-from ..kernels.amx.library import amx_unavailable
+from ..kernels.library import unavailable
 from ..kernels.packed_linear import PACKED_KERNELS, packed_unavailable
 from ..measure.accuracy import relative_error
 from ..measure.roofline import matmul
@@ -180,7 +180,7 @@ def task_rows(inputs: int) -> int:
 
 def kernels_here() -> list[str]:
     """["amx"] where the kernels in C run, otherwise an empty list."""
-    return ["amx"] if amx_unavailable(_CPU, _BF16) is None else []
+    return ["amx"] if unavailable("amx", _CPU, _BF16) is None else []
 
 
 def check_kernels() -> None:
@@ -209,7 +209,7 @@ def check_kernels() -> None:
         errors[f"linear layer with residual, {name}"] = relative_error(added, y + residual.double())
     for name, error in errors.items():
         print(f"checked: {name:34s} error {error:.1e}, at most 2^-7: {error < 2**-7}")
-    if reason := amx_unavailable(_CPU, _BF16):
+    if reason := unavailable("amx", _CPU, _BF16):
         print(f"left out: the kernels in C: {reason}")
     assert max(errors.values()) < 2**-7
 

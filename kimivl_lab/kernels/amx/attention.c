@@ -7,16 +7,14 @@
 // Keys come in runs of RUN, with a running maximum. It is raised, and O^T rescaled, for 16 queries together and only
 // when a run exceeds it for one of them by more than SLACK powers of two: until then weights stay within 2^SLACK, which
 // float32 sums do not mind.
+#include "tasks.h"
 #include "tiles.h"
 
 #include <float.h>
-#include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define RUN 128       // keys whose scores and weights stay in the first-level cache: 16 KiB and 8 KiB
 #define SLACK 8.0f    // in powers of two
-#define TASKS 4       // work is cut into about this many tasks a thread, or more
 
 typedef struct {
   const bf16 *data;
@@ -29,11 +27,6 @@ typedef struct {
   int heads, d;
   float scale;
 } problem;
-
-typedef struct {
-  int start, n, head;     // an image's first row and length
-  int first, last;        // its queries
-} task;
 
 INLINE int key_steps(int d) { return ceil_div(d, 32); }
 INLINE int value_tiles(int d) { return ceil_div(d + 1, 16); }
@@ -171,26 +164,6 @@ INLINE void attend(const problem *p, const task *t, char *scratch, const int d) 
   }
 }
 
-static int longest_first(const void *a, const void *b) { return ((const task *)b)->n - ((const task *)a)->n; }
-
-// Every image and head is a task; where that gives too few or too uneven ones, its queries are cut, and each piece
-// packs the keys and values for itself. Returns how many.
-static int cut_tasks(const int32_t *offsets, int images, int heads, int threads, task *tasks) {
-  double work = 0;
-  for (int i = 0; i < images; i++) work += (double)heads * pow(offsets[i + 1] - offsets[i], 2);
-  int count = 0;
-  for (int i = 0; i < images; i++) {
-    const int n = offsets[i + 1] - offsets[i];
-    if (n <= 0) continue;
-    const int pieces = (int)ceil((double)n * n * TASKS * threads / work);
-    const int queries = ceil_div(ceil_div(n, pieces), SIDE) * SIDE;
-    for (int head = 0; head < heads; head++)
-      for (int first = 0; first < n; first += queries, count++)
-        if (tasks) tasks[count] = (task){offsets[i], n, head, first, first + queries < n ? first + queries : n};
-  }
-  return count;
-}
-
 // Bytes of scratch a thread needs when no image is longer than `longest`.
 EXPORT size_t attention_scratch(int longest, int d) {
   const size_t padded = (size_t)ceil_div(longest, 32) * 32;
@@ -205,11 +178,9 @@ EXPORT int attention(const bf16 *q, const bf16 *k, const bf16 *v, const int64_t 
                      size_t each) {
   const problem p = {{q, strides[0], strides[1]}, {k, strides[2], strides[3]}, {v, strides[4], strides[5]}, out, heads,
                      d, scale};
-  const int count = cut_tasks(offsets, images, heads, threads, NULL);
-  task *tasks = malloc(sizeof(task) * (count + 1));
+  int count;
+  task *tasks = list_tasks(offsets, images, heads, threads, SIDE, &count);
   if (!tasks) return -1;
-  cut_tasks(offsets, images, heads, threads, tasks);
-  qsort(tasks, count, sizeof(task), longest_first);
 #pragma omp parallel num_threads(threads)
   {
     const unsigned modes = begin_tiles();

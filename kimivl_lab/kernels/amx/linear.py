@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..library import library, require_host
 from ..memory import aligned, empty_rows, scratch
-from .library import library, require_host
 
 _SIDE, _TILE = 32, 512  # as in tiles.h
 
@@ -22,7 +22,7 @@ def pack(weight: Tensor) -> Tensor:
 
     ValueError unless `weight` is plain host memory. Example: (56, 72) gives (2, 3, 2, 512).
     """
-    kernels = library()
+    kernels = library("amx")
     require_host("weight", weight, weight.shape)
     weight = weight.contiguous()
     shape = _packed_shape(*weight.shape)
@@ -45,7 +45,7 @@ def multiply(
         ValueError: shapes or dtypes that do not fit together, or an operand that wants a gradient.
         BuildError: there are no kernels on this machine.
     """
-    kernels = library()
+    kernels = library("amx")
     rows, inputs = x.shape
     require_host("x", x, x.shape)
     require_host("the packed weight", packed, _packed_shape(out_features, inputs))

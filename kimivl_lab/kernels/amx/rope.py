@@ -10,7 +10,7 @@ Test: tests/test_amx.py. Record: rope__*__bfloat16__*.csv.
 import torch
 from torch import Tensor
 
-from .library import library, require_host
+from ..library import library, require_host
 
 _LARGEST_HEAD = 512
 
@@ -24,7 +24,7 @@ def rotate(qk: Tensor, cos_sin: Tensor) -> None:
         ValueError: operands of other shapes, dtypes or layouts, or that want a gradient.
         BuildError: there are no kernels on this machine.
     """
-    kernels = library()
+    kernels = library("amx")
     rows, two, heads, d = qk.shape
     require_host("qk", qk, qk.shape)
     if d % 2 or d > _LARGEST_HEAD or qk.stride()[1:] != (heads * d, d, 1):

@@ -11,23 +11,18 @@
 // so that a row of B is 16 words of 4 bytes, and the transpose of such words turns 16 rows of 32 numbers into a B.
 #pragma once
 
+#include "common.h"
+
 #include <immintrin.h>
 #include <omp.h>
-#include <stddef.h>
-#include <stdint.h>
 
 typedef uint16_t bf16;
 
-#define INLINE static inline __attribute__((always_inline))
 #define TILE 512  // numbers of bfloat16 in a tile, which is 1 KiB
 #define SIDE 32   // a block is two tiles by two: 32 rows by 32 columns, in tile registers 0 to 3
-#define LOG2_E 1.44269504f
-#define EXPORT __attribute__((visibility("default")))
 
 // The compilers' tile instructions do not say that they read memory: nothing written before may be moved behind.
 #define WRITTEN() __asm__ volatile("" ::: "memory")
-
-INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Lanes below n of a vector of 32 numbers; n may be negative or too large.
 INLINE __mmask32 lanes(int n) { return n >= 32 ? 0xffffffffu : n <= 0 ? 0 : (1u << n) - 1; }

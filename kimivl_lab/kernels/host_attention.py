@@ -1,6 +1,8 @@
-"""Packed attention by `attention.c`: softmax(q k^T / sqrt(d)) v of every image. No score is written to memory.
+"""Packed attention by our kernels in C: softmax(q k^T / sqrt(d)) v of every image. No score is written to memory.
 
-Test: tests/test_amx.py. Record: attention__*__bfloat16__*.csv.
+`amx/attention.c` takes bfloat16, `simd/attention.c` float32.
+
+Test: tests/test_amx.py, tests/test_simd.py. Record: attention__*.csv.
 """
 
 import ctypes
@@ -8,27 +10,30 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...checks import segment_lengths
-from ..memory import empty_rows, scratch
-from .library import library, require_host
+from ..checks import segment_lengths
+from .library import LIBRARIES, library, require_host
+from .memory import empty_rows, scratch
 
 _Strides = ctypes.c_int64 * 6
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """q, k, v (L, heads, d) bfloat16, offsets (m + 1,) int32, all on the host -> (L, heads, d), contiguous.
+def attend(name: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """q, k, v (L, heads, d), offsets (m + 1,) int32, all on the host -> (L, heads, d), contiguous.
 
     Rows past the last offset are not read and become zeros.
+
+    Args:
+        name: "amx" for bfloat16, "simd" for float32.
 
     Raises:
         ValueError: operands of other shapes or dtypes, or that want a gradient; offsets that do not rise from 0 to at
             most L; an image longer than `max_seqlen`.
-        BuildError: there are no kernels on this machine.
+        BuildError: there are no such kernels on this machine.
     """
-    kernels = library()
+    kernels, dtype = library(name), LIBRARIES[name].dtype
     rows, heads, d = q.shape
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require_host(name, x, q.shape)
+    for operand, x in (("q", q), ("k", k), ("v", v)):
+        require_host(operand, x, q.shape, dtype)
     require_host("cu_seqlens", cu_seqlens, cu_seqlens.shape[:1], torch.int32)
     if not heads or not d:
         raise ValueError(f"there must be heads with channels, got {heads} heads of {d}")
