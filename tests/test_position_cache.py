@@ -45,7 +45,7 @@ def test_C10_thousands_of_grids_never_pass_the_bound():
             assert relative_error(got, oracle.position(module.weight.double(), *grid)) < 1e-6
     stats = module.cache.stats
     assert stats.misses == len(grids) and stats.evictions > len(grids) // 2
-    assert stats.bytes == sum(size for _, size in module.cache._entries.values())
+    assert stats.bytes == sum(entry.nbytes for entry in module.cache._entries.values())
     assert stats.entries == len(module.cache)
 
 
@@ -120,7 +120,7 @@ def test_transposed_grids_and_dtypes_are_different_entries():
 def test_entries_are_contiguous_and_never_handed_out():
     module = table()
     first = embed(module)
-    ((entry, _),) = module.cache._entries.values()
+    ((entry, *_),) = module.cache._entries.values()
     assert entry.is_contiguous()
     assert first.untyped_storage().data_ptr() != entry.untyped_storage().data_ptr()
     first.fill_(9)
@@ -266,7 +266,7 @@ def test_many_threads_share_a_cache():
     assert not wrong
     stats = module.cache.stats
     assert stats.hits + stats.misses == 6 * 200
-    assert stats.bytes == sum(size for _, size in module.cache._entries.values()) <= 60_000
+    assert stats.bytes == sum(entry.nbytes for entry in module.cache._entries.values()) <= 60_000
 
 
 def test_the_whole_tower_follows_a_weight_change():

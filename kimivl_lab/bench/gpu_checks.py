@@ -148,6 +148,25 @@ def no_waits(device: torch.device) -> None:
         assert not allocated, f"{name} allocated pinned memory {allocated} times"
 
 
+def two_streams(device: torch.device) -> None:
+    """Calls in turn on three streams give the features of calls on one: eager, and by graphs."""
+    _needs_cuda(device)
+    tower, batches = _tower(device, torch.float32), [noise(GRIDS, seed) for seed in range(12)]
+    runner = EncoderCudaGraphRunner(tower, [64], max_waste=None)
+    runner.capture()
+    want = [tower(pixels, GRIDS) for pixels in batches]
+    tower.patch_embed.pos_emb.cache.drop_entries()
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in range(3)], []
+    for number, pixels in enumerate(batches):
+        with torch.cuda.stream(streams[number % 3]):
+            found.append((tower(pixels, GRIDS), runner(pixels, GRIDS)))
+    torch.cuda.synchronize()
+    for pair, right in zip(found, want, strict=True):
+        for got in pair:
+            _compare(got, right, 1e-4)
+
+
 def out_of_memory(device: torch.device) -> None:
     """Too large a request stays an out-of-memory error, and the tower works after it."""
     _needs_cuda(device)
@@ -182,6 +201,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "gradients": gradients,
     "weights_announced": weights_announced,
     "no_waits": no_waits,
+    "two_streams": two_streams,
     "compiler": compiler,
     "compiled_rotation": compiled_rotation,
     "out_of_memory": out_of_memory,

@@ -9,6 +9,7 @@ Test: tests/test_graph_backends.py, tests/test_graph_runner.py (those marked gpu
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..syncs.counter import HostSyncCounter, HostSyncError
 from .guards import CollectiveGuard, GraphCaptureError, capture_errors
 
+_STREAMS = 32  # torch's streams of one device and priority: `torch.cuda.Stream` hands them out in turn
 _SMALL_BYTES = 2**20  # torch's allocator serves requests up to this size from separate segments
 
 
@@ -34,7 +36,7 @@ class CapturedGraph(NamedTuple):
 
 
 class CudaBackend:
-    """CUDA graphs that share one private pool, captured on a separate stream.
+    """CUDA graphs that share one private pool, captured on a stream that no other backend of the process captures on.
 
     The error mode of a capture is "thread_local": an unsafe call of this thread ends the capture, while calls of other
     threads (a communicator's watchdog, a loader that pins memory) do not.
@@ -45,8 +47,9 @@ class CudaBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
+        self.stream = _stream_of_its_own(device)
         self._poison: torch.cuda.CUDAGraph | None = None
+        _LIVE.add(self)
 
     @property
     def nbytes(self) -> int:
@@ -122,3 +125,17 @@ class CudaBackend:
                 if block["state"] == "inactive":
                     sizes += [most] * (block["size"] // most) + [block["size"] % most]
         return sorted((size for size in sizes if size), reverse=True)
+
+
+_LIVE: WeakSet[CudaBackend] = WeakSet()
+
+
+def _stream_of_its_own(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no other backend captures on.
+
+    cuBLAS has one workspace for each stream, and a graph holds the address of its capture stream's. Two graphs with one
+    workspace must not run at the same time, as those of two runners may.
+    """
+    taken = [backend.stream for backend in _LIVE]
+    streams = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
+    return next((stream for stream in streams if stream not in taken), streams[0])

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup, get_backend
 from ..checks import as_positive
 from ..config import MoonViTConfig
 from ..geometry import GridLike, as_grid_list, patch_counts, token_counts
+from ..kernels.streams import StreamOrder
 from ..moonvit.attention import attends_all_pairs
 from ..moonvit.flops import pair_rows
 from ..moonvit.model import MoonVitPretrainedModel
@@ -66,8 +67,10 @@ class Planned(NamedTuple):
 class EncoderCudaGraphRunner:
     """Called like the tower or encoder that it runs, and usable in its place, also by `run_dp_sharded_vision_model`.
 
-    Not for several threads or streams at once: all graphs share their inputs and their pool. The Python code of hooks
-    runs at the capture only; the operators that it calls are replayed.
+    Not for several threads at once: all graphs share their inputs and their pool. Calls on several CUDA streams run one
+    after another: each call makes its stream wait for the work of the call before, the host does not wait. The pixels
+    that a call is given and the features that it returns belong to the stream of that call, as those of any operator.
+    The Python code of hooks runs at the capture only; the operators that it calls are replayed.
 
     Args:
         model: a tower, (T, 4, D) out, or a KimiVLEncoder, (T, text hidden size) out.
@@ -160,6 +163,7 @@ class EncoderCudaGraphRunner:
         self._captured: Captured | None = None
         self.backend = resolve_backend(self._backend_name, self.device)
         self.stats = RunnerStats()
+        self._order = StreamOrder(self.device)  # of the static inputs, the pool and the output
 
     def capture(self) -> Captured:
         """Captures a graph for every budget, if that is not done yet; the first call of the runner does it otherwise.
@@ -206,6 +210,7 @@ class EncoderCudaGraphRunner:
             attend = self.tower.resolve_options().attend
         all_pairs = attends_all_pairs(attend, self.device, lengths_on_host=False)
         self._captured = Captured(graphs, inputs, weights, all_pairs)
+        self._order.mark()
         return self._captured
 
     @torch.no_grad()
@@ -235,9 +240,16 @@ class EncoderCudaGraphRunner:
         self.tower.check_pixels(pixel_values, sum(spec.input_size for spec in specs))
         if not specs:
             return self.model.encoder_eager_forward(batch)
+        self._order.wait(*self.capture().inputs.buffers.values())
+        try:
+            return self._encode(batch, specs)
+        finally:
+            self._order.mark()
+
+    def _encode(self, batch: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Tensor:
         offsets = list(accumulate((spec.output_tokens for spec in specs), initial=0))
         out = None
-        for replay, counted_as, image_pairs, pairs in self._plan(specs, pixel_values.dtype):
+        for replay, counted_as, image_pairs, pairs in self._plan(specs, batch["pixel_values"].dtype):
             start = time.perf_counter()
             images = sorted(replay.images)
             part = self.model.select_encoder_cudagraph_items(batch, images)

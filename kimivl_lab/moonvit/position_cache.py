@@ -2,6 +2,8 @@
 
 Keys are host integers with a dtype and a device, never an address. The cache watches the weight that its entries were
 made from: a change of the weight empties it. Entries are read-only by contract: callers copy what they return.
+Threads and CUDA streams may share a cache: a stream that finds an entry of another stream waits until it is written,
+and the memory of an entry that goes is not used again before every stream that found it has read it.
 
     PositionCache()                                     bounded in bytes, least recently used first out: the default
     PositionCache(max_bytes=None, max_entries=256)      bounded in entries, least recently used first out
@@ -17,18 +19,29 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
 from ..checks import as_not_negative
 from ..config import EncoderOptions
+from ..kernels.streams import StreamOrder
 from ..kernels.weight_state import WeightState
 
 DEFAULT_MAX_BYTES = EncoderOptions.position_cache_bytes
 POLICIES = ("lru", "fifo")
 
 Value = TypeVar("Value", bound=Tensor | tuple[Tensor, ...])
+
+
+class _Entry(NamedTuple):
+    value: Tensor | tuple[Tensor, ...]
+    nbytes: int
+    written: StreamOrder
+
+
+def _tensors(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 @dataclass
@@ -70,7 +83,7 @@ class PositionCache:
         self.max_entries = max_entries
         self.policy = policy
         self.stats = CacheStats()
-        self._entries: OrderedDict[Hashable, tuple[Tensor | tuple[Tensor, ...], int]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._lock = threading.Lock()
         self._generation = 0
         self._watched: WeightState | None = None
@@ -83,13 +96,18 @@ class PositionCache:
                 self.stats.hits += 1
                 if self.policy == "lru":
                     self._entries.move_to_end(key)
-                return cast(Value, found[0])
-            self.stats.misses += 1
+            else:
+                self.stats.misses += 1
             generation = self._generation
+        if found is not None:
+            found.written.wait(*_tensors(found.value))
+            return cast(Value, found.value)
         value = make()
+        written = StreamOrder(_tensors(value)[0].device)
+        written.mark()
         with self._lock:
             if generation == self._generation and key not in self._entries:
-                self._keep(key, value)
+                self._keep(key, value, written)
         return value
 
     def watch(self, weight: Tensor) -> None:
@@ -130,18 +148,18 @@ class PositionCache:
         bounds = {"max_bytes": self.max_bytes, "max_entries": self.max_entries}
         return partial(PositionCache, **bounds, policy=self.policy), ()
 
-    def _keep(self, key: Hashable, value: Tensor | tuple[Tensor, ...]) -> None:
-        size = sum(tensor.nbytes for tensor in (value if isinstance(value, tuple) else (value,)))
+    def _keep(self, key: Hashable, value: Tensor | tuple[Tensor, ...], written: StreamOrder) -> None:
+        size = sum(tensor.nbytes for tensor in _tensors(value))
         if (self.max_bytes is not None and size > self.max_bytes) or self.max_entries == 0:
             return
-        self._entries[key] = (value, size)
+        self._entries[key] = _Entry(value, size, written)
         self.stats.bytes += size
         self._evict()
 
     def _evict(self) -> None:
         while self._over():
-            _, (_, evicted) = self._entries.popitem(last=False)
-            self.stats.bytes -= evicted
+            _, evicted = self._entries.popitem(last=False)
+            self.stats.bytes -= evicted.nbytes
             self.stats.evictions += 1
         self.stats.entries = len(self._entries)
 
