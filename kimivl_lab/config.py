@@ -63,6 +63,12 @@ _KIMI_VL_MATHEMATICS: dict[str, tuple[Any, ...]] = {
     "projector_ln_eps": (1e-5,),
     "multimodal_projector_bias": (True,),
 }
+# What transformers' deepseek_v3 computes, under keys of the published text_config that it does not read.
+_TEXT_MATHEMATICS: dict[str, tuple[Any, ...]] = {
+    "topk_method": ("noaux_tc",),
+    "scoring_func": ("sigmoid",),
+    "moe_layer_freq": (1,),
+}
 
 
 def published_config(name: str = "config.json") -> dict[str, Any]:
@@ -165,6 +171,7 @@ class KimiVLConfig(PreTrainedConfig):
             if not isinstance(value, config_class):
                 raise ValueError(f"{key} must be a {config_class.model_type} configuration, got {value!r:.200}")
             setattr(self, key, value)
+        _refuse_other_values(vars(self.text_config), _TEXT_MATHEMATICS, "the language model")
         super().__post_init__(**kwargs)
 
     @classmethod

@@ -9,7 +9,11 @@ form in memory: transformers stacks the matrices of a layer's experts on load an
 Test: tests/test_kimi_vl_model.py, tests/test_kimi_vl_checkpoint.py.
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +24,9 @@ from transformers.models.deepseek_v3 import DeepseekV3ForCausalLM
 
 from ..config import EncoderOptions, KimiVLConfig
 from ..geometry import Grid, as_grid_list, token_counts
+from ..moonvit.checkpoint import refuse
 from .encoder import KimiVLEncoder
+from .published import DTYPES, open_published, published_shapes, stored_shapes
 
 # transformers' names of attention, as options of the encoder. With any other name the encoder keeps "auto".
 ATTENTION_OF = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash_attn"}
@@ -58,7 +64,72 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
         self.language_model = DeepseekV3ForCausalLM(config.text_config)
         if options is None:
             self._follow_attn_implementation()
+        self._kept_in_float32: dict[str, torch.dtype] = {}  # the stored dtype of what was widened on load
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As transformers' `from_pretrained`, from the published layout, in safetensors, and strictly.
+
+        No code of the folder is run. The memory that it takes stays near the size of the weights.
+
+        Raises:
+            ValueError: missing, unused, doubled or misshapen tensors; tensors outside the file that the index names; a
+                file that is damaged or not there. The message names tensors and files.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        vars(model).pop(
+            "_weight_conversions", None
+        )  # it is saved in the published layout, whichever it was loaded from
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def _check_tensors(cls, where: str, files: Iterable[Path], config: KimiVLConfig) -> None:
+        with torch.device("meta"):
+            wanted = published_shapes(cls(copy.deepcopy(config)))
+        stored = {cls._renamed(name): shape for path in files for name, shape in stored_shapes(path).items()}
+        stored = {name: shape for name, shape in stored.items() if not re.match(cls._checkpoint_ignores, name)}
+        of_another_shape = [
+            f"{name} {stored[name]}, not {shape}" for name, shape in wanted.items() if stored.get(name, shape) != shape
+        ]
+        refuse(
+            where,
+            {
+                "missing": wanted.keys() - stored.keys(),
+                "unused": stored.keys() - wanted.keys(),
+                "of another shape": of_another_shape,
+            },
+        )
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in transformers, with tensors that are read into their places; see `kimivl_lab.kimi_vl.published`."""
+        with ExitStack() as opened:
+            if state_dict is None and checkpoint_files is not None:
+                state_dict = open_published(checkpoint_files, type(model)._renamed, opened)
+            load: Any = PreTrainedModel._load_pretrained_model
+            result = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+            for name, value in model.state_dict().items():
+                stored = DTYPES.get(state_dict[name].get_dtype()) if name in (state_dict or ()) else None
+                if stored == load_config.dtype != value.dtype:
+                    model._kept_in_float32[name] = stored
+        return result
+
+    def save_pretrained(self, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
+        """As transformers' `save_pretrained`, in the published layout.
+
+        The language model computes with its routers in float32 whatever the dtype. Those that were stored in another
+        one are saved in it again, unless training has given them values that it cannot hold.
+        """
+        if self._kept_in_float32:
+            state_dict = dict(self.state_dict() if state_dict is None else state_dict)
+            for name in self._kept_in_float32.keys() & state_dict.keys():
+                narrow = state_dict[name].to(self._kept_in_float32[name])
+                if not narrow.is_meta and torch.equal(narrow.to(state_dict[name].dtype), state_dict[name]):
+                    state_dict[name] = narrow
+        super().save_pretrained(*args, state_dict=state_dict, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.language_model.get_input_embeddings()

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,9 +85,10 @@ class StrictPreTrainedModel(PreTrainedModel):
             raise ValueError(f"use_safetensors={kwargs['use_safetensors']}: only safetensors files are loaded")
         refuse_attn_implementation(kwargs.pop("attn_implementation", None))
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        cls._check_files(where, checkpoint_files(where, **hub))
-        if "config" not in kwargs:
-            cls._check_config(where, hub)
+        files = checkpoint_files(where, **hub)
+        cls._check_files(where, files)
+        config = kwargs.get("config")
+        cls._check_tensors(where, files, cls._check_config(where, hub) if config is None else config)
         kwargs.setdefault("key_mapping", dict(cls._checkpoint_renames))
         kwargs.setdefault("ignore_mismatched_sizes", True)  # reported below, with every other fault
         with _no_load_report():
@@ -101,19 +102,28 @@ class StrictPreTrainedModel(PreTrainedModel):
                 f"{name} {tuple(got)}, not {tuple(want)}" for name, got, want in info["mismatched_keys"]
             ],
         }
-        _refuse(where, faults)
+        refuse(where, faults)
         return (model, info) if output_loading_info else model
 
     @classmethod
-    def _check_config(cls, where: str, hub: Mapping[str, Any]) -> None:
-        """ValueError that names the checkpoint, for a config.json that describes no model of this class."""
+    def _check_config(cls, where: str, hub: Mapping[str, Any]) -> Any:
+        """The configuration; ValueError that names the checkpoint if it describes no model of this class."""
         config_class: Any = cls.config_class
         try:
-            dtype = getattr(config_class.from_pretrained(where, **hub), "dtype", None)
+            config = config_class.from_pretrained(where, **hub)
+            dtype = getattr(config, "dtype", None)
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise ValueError(f"dtype must name one of torch, got {dtype!r}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: config.json: {error}") from error
+        return config
+
+    @classmethod
+    def _check_tensors(cls, where: str, files: Iterable[Path], config: Any) -> None:
+        """ValueError that lists the tensors of `files` that this class cannot load, where that is known from headers.
+
+        For parts of a model nothing is to be done: transformers reports all faults of theirs after the load.
+        """
 
     @classmethod
     def _check_files(cls, where: str, files: Mapping[Path, list[str] | None]) -> None:
@@ -142,7 +152,7 @@ class StrictPreTrainedModel(PreTrainedModel):
             "outside the file that the index names": elsewhere,
             "not in the file that the index names": [name for name in absent if not ignored.match(name)],
         }
-        _refuse(where, faults)
+        refuse(where, faults)
 
     @classmethod
     def _renamed(cls, name: str) -> str:
@@ -226,7 +236,7 @@ def _no_load_report() -> Generator[None]:
         log.removeFilter(is_no_report)
 
 
-def _refuse(where: str, faults: Mapping[str, Collection[str]]) -> None:
+def refuse(where: str, faults: Mapping[str, Collection[str]]) -> None:
     """ValueError that lists the tensors of each kind of fault; nothing where there are none."""
     problems = []
     for kind, names in faults.items():

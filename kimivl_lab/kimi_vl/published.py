@@ -1,0 +1,87 @@
+"""The published form of a whole checkpoint: which tensors it holds, and how they become the model's parameters.
+
+Only the experts differ: a file holds three matrices for each expert, the model two tensors for all experts of a layer.
+transformers can convert one into the other. It is asked here for the names and shapes of the published form, and it
+writes them on save. It is not used on load, where it keeps every matrix until its layer is stacked: that took up to 2.2
+times the checkpoint's size. Here each matrix is read into its place in the stacked tensor, and files are read, not
+mapped, because each used page of a mapped file counts as memory of the process.
+
+Test: tests/test_kimi_vl_checkpoint.py.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def published_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of the checkpoint that `model`, which may be on meta, would be saved as."""
+    empty = {name: value.to("meta") for name, value in model.state_dict().items()}
+    return {name: tuple(value.shape) for name, value in revert_weight_conversion(model, empty).items()}
+
+
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a safetensors file, from its header."""
+    with safe_open(path, framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+
+
+class StackedExperts:
+    """The matrices of all experts of a layer as one tensor, which is read when it is indexed, as a stored tensor is.
+
+    Args:
+        matrices: by expert, the stored matrices that lie below each other: gate and up, or down alone.
+    """
+
+    def __init__(self, matrices: list[list[Any]]) -> None:
+        self._matrices = matrices
+
+    def get_shape(self) -> list[int]:
+        rows, columns = zip(*(matrix.get_shape() for matrix in self._matrices[0]), strict=True)
+        return [len(self._matrices), sum(rows), columns[0]]
+
+    def get_dtype(self) -> str:
+        return self._matrices[0][0].get_dtype()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        stacked = torch.empty(0)
+        for expert, parts in enumerate(self._matrices):
+            row = 0
+            for matrix in parts:
+                read = matrix[...]
+                if expert == row == 0:
+                    stacked = torch.empty(self.get_shape(), dtype=read.dtype)
+                stacked[expert, row : row + len(read)] = read
+                row += len(read)
+        return stacked[index]
+
+
+def open_published(paths: Iterable[str], rename: Callable[[str], str], opened: ExitStack) -> dict[str, Any]:
+    """What to load, by the model's names: stored tensors, read when they are indexed while `opened` is open."""
+    found: dict[str, Any] = {}
+    experts: dict[str, dict[tuple[int, str], Any]] = {}
+    for path in paths:
+        file = opened.enter_context(safe_open(path, framework="pt", backend="pread"))
+        for name in list(file.keys()):
+            model_name = rename(name)
+            if match := _EXPERT.fullmatch(model_name):
+                layer, expert, part = match.groups()
+                experts.setdefault(layer, {})[int(expert), part] = file.get_slice(name)
+            else:
+                found[model_name] = file.get_slice(name)
+    for layer, parts in experts.items():
+        count = 1 + max(expert for expert, _ in parts)
+        for name, rows in {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.items():
+            found[f"{layer}.{name}"] = StackedExperts([[parts[e, row] for row in rows] for e in range(count)])
+    return found
