@@ -40,7 +40,7 @@ test: lint ## lint, the tests, and every notebook against its saved outputs
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests notebooks -n 2 --dist loadfile --durations=15 $(NBVAL)
 
 test-long: .venv ## fuzz tests with many more cases than in make test, under 10 minutes on two cores
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fuzz_*.py --long -n 2 -p no:randomly
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fuzz_*.py tests/test_kimi_vl_checkpoint.py --long -n 2 -p no:randomly
 
 lint: .venv ## ruff check, ruff format --check, ty check
 	$(PY) -m ruff check

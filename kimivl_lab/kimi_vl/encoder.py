@@ -63,6 +63,7 @@ class KimiVLEncoder(SupportsEncoderCudaGraph, StrictPreTrainedModel):
     config: KimiVLConfig
     main_input_name = "pixel_values"
     input_modalities = ["image"]
+    supports_gradient_checkpointing = True
     _no_split_modules = ["MoonVitEncoderLayer"]
     _checkpoint_renames = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
     _checkpoint_ignores = r"^(model\.)?(language_model|lm_head)\."

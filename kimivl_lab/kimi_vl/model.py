@@ -47,11 +47,11 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
 
     main_input_name = "input_ids"
     input_modalities = ["image", "text"]
-    supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    _takes_attn_implementation = True
     _checkpoint_renames = {
         **KimiVLEncoder._checkpoint_renames,
         r"^model\.language_model\.": "language_model.model.",
@@ -78,9 +78,7 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
                 file that is damaged or not there. The message names tensors and files.
         """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        vars(model).pop(
-            "_weight_conversions", None
-        )  # it is saved in the published layout, whichever it was loaded from
+        vars(model).pop("_weight_conversions", None)  # a model is saved in the published layout, however it was stored
         return (model, info) if output_loading_info else model
 
     @classmethod
@@ -89,17 +87,13 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
             wanted = published_shapes(cls(copy.deepcopy(config)))
         stored = {cls._renamed(name): shape for path in files for name, shape in stored_shapes(path).items()}
         stored = {name: shape for name, shape in stored.items() if not re.match(cls._checkpoint_ignores, name)}
-        of_another_shape = [
-            f"{name} {stored[name]}, not {shape}" for name, shape in wanted.items() if stored.get(name, shape) != shape
-        ]
-        refuse(
-            where,
-            {
-                "missing": wanted.keys() - stored.keys(),
-                "unused": stored.keys() - wanted.keys(),
-                "of another shape": of_another_shape,
-            },
-        )
+        other = [name for name in wanted.keys() & stored.keys() if stored[name] != wanted[name]]
+        faults = {
+            "missing": wanted.keys() - stored.keys(),
+            "unused": stored.keys() - wanted.keys(),
+            "of another shape": [f"{name} {stored[name]}, not {wanted[name]}" for name in other],
+        }
+        refuse(where, faults)
 
     @staticmethod
     def _load_pretrained_model(
@@ -157,7 +151,7 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
     def _follow_attn_implementation(self) -> None:
         asked = self.config.vision_config._attn_implementation
         if asked in ATTENTION_OF:
-            self.vision_tower.set_options(attention=ATTENTION_OF[asked])
+            self.set_options(attention=ATTENTION_OF[asked])
 
     def forward(
         self,

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from ..config import refuse_attn_implementation
@@ -45,6 +45,7 @@ class StrictPreTrainedModel(PreTrainedModel):
 
     _checkpoint_renames: ClassVar[dict[str, str]] = {}
     _checkpoint_ignores: ClassVar[str] = r"(?!)"
+    _takes_attn_implementation: ClassVar[bool] = False
 
     def weights_changed(self) -> None:
         """Announces that weights were changed in a way that torch does not count. Call it after such a change.
@@ -83,12 +84,15 @@ class StrictPreTrainedModel(PreTrainedModel):
                 raise ValueError(f"{name}: only {SINGLE_FILE}, or {INDEX} and its files, are loaded")
         if kwargs.setdefault("use_safetensors", True) is not True:
             raise ValueError(f"use_safetensors={kwargs['use_safetensors']}: only safetensors files are loaded")
-        refuse_attn_implementation(kwargs.pop("attn_implementation", None))
+        if not cls._takes_attn_implementation:
+            refuse_attn_implementation(kwargs.pop("attn_implementation", None))
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         files = checkpoint_files(where, **hub)
         cls._check_files(where, files)
         config = kwargs.get("config")
-        cls._check_tensors(where, files, cls._check_config(where, hub) if config is None else config)
+        if not isinstance(config, PreTrainedConfig):
+            config = cls._check_config(str(config or where), hub)
+        cls._check_tensors(where, files, config)
         kwargs.setdefault("key_mapping", dict(cls._checkpoint_renames))
         kwargs.setdefault("ignore_mismatched_sizes", True)  # reported below, with every other fault
         with _no_load_report():

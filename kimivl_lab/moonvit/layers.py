@@ -8,8 +8,9 @@ follows it; one with hooks, an adapter or another class is called with its input
 Test: tests/test_tower.py, tests/test_parity.py, tests/test_faults_weights.py. Record: encoder__*.csv.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -93,10 +94,17 @@ compiled_block = CompiledFunction(MoonVitEncoderLayer.forward, "the encoder's bl
 
 
 class MoonVitEncoder(nn.Module):
-    """All blocks and the final norm."""
+    """All blocks and the final norm.
+
+    transformers' `activation_checkpointing_enable` sets `gradient_checkpointing` and the function: each block then
+    keeps only its input for the backward pass, which computes the block again.
+    """
+
+    _gradient_checkpointing_func: Callable[..., Tensor]
 
     def __init__(self, config: MoonViTConfig) -> None:
         super().__init__()
+        self.gradient_checkpointing = False
         self.blocks = nn.ModuleList(MoonVitEncoderLayer(config) for _ in range(config.num_hidden_layers))
         self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
@@ -104,10 +112,11 @@ class MoonVitEncoder(nn.Module):
         """(L, D) -> (L, D)."""
         if options.linear is not None:
             refresh_packed(self._linears(), options.linear, options.checked)
+        again = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for block in self.blocks:
             # Compiled code is not called again for hooks that came after it was compiled: such a block runs plain.
-            compiled = options.compiled and is_untouched_throughout(block)
-            x = compiled_block(block, x, metadata, options) if compiled else block(x, metadata, options)
+            run = partial(compiled_block, block) if options.compiled and is_untouched_throughout(block) else block
+            x = self._gradient_checkpointing_func(run, x, metadata, options) if again else run(x, metadata, options)
         return self.final_layernorm(x)
 
     def _linears(self) -> Iterator[nn.Module]:

@@ -39,6 +39,7 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
     config: MoonViTConfig
     main_input_name = "pixel_values"
     input_modalities = ["image"]
+    supports_gradient_checkpointing = True
     _no_split_modules = ["MoonVitEncoderLayer"]
     _checkpoint_renames = {r"^(model\.)?vision_tower\.": ""}
     _checkpoint_ignores = r"^(model\.)?(language_model|multi_modal_projector|mm_projector|lm_head)\."
