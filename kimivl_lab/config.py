@@ -172,6 +172,9 @@ class KimiVLConfig(PreTrainedConfig):
                 raise ValueError(f"{key} must be a {config_class.model_type} configuration, got {value!r:.200}")
             setattr(self, key, value)
         _refuse_other_values(vars(self.text_config), _TEXT_MATHEMATICS, "the language model")
+        pad, size = self.text_config.pad_token_id, self.text_config.vocab_size
+        if pad is not None and not -size <= pad < size:
+            raise ValueError(f"pad_token_id {pad} of the text_config is not in its vocabulary of {size}")
         super().__post_init__(**kwargs)
 
     @classmethod

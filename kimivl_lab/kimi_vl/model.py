@@ -163,6 +163,8 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> Any:
@@ -176,22 +178,21 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
             attention_mask: (B, S), 0 at padding, on either side.
             inputs_embeds: (B, S, text hidden size) instead of `input_ids`. It holds image features already.
             labels: (B, S); `config.ignore_index` is left out of the loss.
+            cache: of earlier calls, as transformers gives and takes it; its name there was `past_key_values`.
             logits_to_keep: only the last so many positions (0: all), or those indices.
-            kwargs: the cache and all else that `DeepseekV3ForCausalLM` takes.
+            kwargs: what else `DeepseekV3ForCausalLM` takes.
 
         Raises:
             ValueError: another number of placeholders than of image features, with both numbers, before anything is
                 computed; pixels without grids, or together with `image_embeds` or `inputs_embeds`.
         """
+        caches = {"cache": cache, "past_key_values": past_key_values}  # the language model knows one of the names
+        caches = {name: value for name, value in caches.items() if value is not None}
         if inputs_embeds is None:
-            started = _cached_length(kwargs) > 0
-            if pixel_values is not None or image_embeds is not None or not started:
-                self._check_placeholders(input_ids, pixel_values, image_grid_hws, image_embeds)
-            inputs_embeds = self.get_input_embeddings()(input_ids)
-            if pixel_values is not None:
-                image_embeds = self.get_image_features(pixel_values, image_grid_hws)
-            if image_embeds is not None and input_ids is not None:
-                inputs_embeds = self._with_images(inputs_embeds, input_ids, image_embeds)
+            images = pixel_values, image_grid_hws, image_embeds
+            if any(value is not None for value in images) or not _cached_length(caches):
+                self._check_placeholders(input_ids, *images)  # behind a cache a placeholder may be a sampled id
+            inputs_embeds = self._embed(input_ids, *images)
         elif input_ids is not None or pixel_values is not None or image_embeds is not None:
             raise ValueError("inputs_embeds hold the image features already: give no input_ids and no images with them")
         logits_to_keep = kwargs.pop("num_logits_to_keep", logits_to_keep)  # its name in older code
@@ -200,7 +201,7 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
             attention_mask=attention_mask,
             position_ids=position_ids,
             logits_to_keep=logits_to_keep,
-            **{**kwargs, "return_dict": True},
+            **{**kwargs, **caches, "return_dict": True},
         )
         if labels is not None:
             of_loss = {"ignore_index": self.config.ignore_index, **kwargs}
@@ -231,10 +232,22 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
         if placeholders != features:
             raise ValueError(f"input_ids hold {placeholders} image placeholders for {features} image features")
 
-    def _with_images(self, inputs_embeds: Tensor, input_ids: Tensor, image_embeds: Tensor) -> Tensor:
-        """(B, S, hidden) with the features in the placeholders' places, in order."""
-        is_image = (input_ids == self.config.media_placeholder_token_id).unsqueeze(-1).to(inputs_embeds.device)
-        return inputs_embeds.masked_scatter(is_image, image_embeds.to(inputs_embeds.device, inputs_embeds.dtype))
+    def _embed(
+        self,
+        input_ids: Any,
+        pixel_values: Tensor | None,
+        image_grid_hws: Sequence[Grid] | Tensor | None,
+        image_embeds: Tensor | None,
+    ) -> Tensor:
+        """(B, S, hidden): the ids' embeddings, with the images' features in the placeholders' places, in order."""
+        if pixel_values is not None:
+            image_embeds = self.get_image_features(pixel_values, image_grid_hws)
+        if image_embeds is None:
+            return self.get_input_embeddings()(input_ids)
+        is_image = input_ids == self.config.media_placeholder_token_id
+        embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))  # the id may lie past the vocabulary
+        is_image = is_image.unsqueeze(-1).to(embeds.device)
+        return embeds.masked_scatter(is_image, image_embeds.to(embeds.device, embeds.dtype))
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, is_first_iteration: bool | None = False, **kwargs: Any
@@ -254,11 +267,12 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
         """
         pixels, grids, embeds = (kwargs.pop(name, None) for name in _IMAGE_INPUTS)
         if input_ids is not None and (pixels is not None or embeds is not None):
-            self._check_placeholders(input_ids, pixels, grids, embeds)
+            new_ids = input_ids[:, _cached_length(kwargs) :]  # of a conversation the images of earlier calls are cached
+            self._check_placeholders(new_ids, pixels, grids, embeds)
             if embeds is None:
                 embeds = self.get_image_features(pixels, grids)
             if expand_size > 1:
-                counts = (input_ids == self.config.media_placeholder_token_id).sum(-1).tolist()
+                counts = (new_ids == self.config.media_placeholder_token_id).sum(-1).tolist()
                 embeds = torch.cat([part.repeat(expand_size, 1) for part in embeds.split(counts)])
         parent: Any = super()
         input_ids, kwargs = parent._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)
@@ -266,6 +280,6 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
 
 
 def _cached_length(kwargs: Mapping[str, Any]) -> int:
-    """Positions that the cache of earlier calls holds; its older name is `past_key_values`."""
+    """Positions that the cache among `kwargs` holds."""
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     return 0 if cache is None else int(cache.get_seq_length())
