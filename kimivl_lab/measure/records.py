@@ -149,8 +149,8 @@ def _column_problems(columns: Sequence[str]) -> list[str]:
     return missing + [f"column {name!r} names no unit" for name in unitless]
 
 
-def _value(text: str) -> float | str | None:
-    if text == "":
+def _value(text: str | None) -> float | str | None:
+    if not text:  # an empty cell, or one that a run which died did not write
         return None
     try:
         return float(text)

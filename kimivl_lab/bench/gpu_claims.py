@@ -1,0 +1,249 @@
+"""What the lessons claim of a GPU, decided on the records that a run of `gpu_suite` wrote.
+
+A claim names the lesson that makes it, the benchmark whose record decides it and the column that is looked at. It gives
+"held", "did not hold" or, where the record or the column is not there, "not measured", and the numbers that it saw.
+
+Test: tests/test_gpu_suite.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..measure.records import FILE_NAME, read_record
+from .harness import Row
+
+Numbers = Callable[[Sequence[Row]], Mapping[str, float]]
+
+NOISE = 1.05  # two times whose ratio is below this count as equal
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence of a lesson, and how a record decides it.
+
+    Attributes:
+        lesson: its number, or README.
+        benchmark: whose record it is.
+        column: of the record, without which nothing is measured.
+        numbers: from rows to what is compared, by name, and empty where the record holds none of it.
+        holds: of each of these numbers.
+    """
+
+    lesson: str
+    text: str
+    benchmark: str
+    column: str
+    numbers: Numbers
+    holds: Callable[[float], bool]
+
+    def judge(self, rows: Iterable[Row]) -> dict[str, str]:
+        """The finding on the rows of this benchmark's records."""
+        measured = [row for row in rows if row.get(self.column) is not None]
+        numbers = self.numbers(measured)
+        against = {name: number for name, number in numbers.items() if not self.holds(number)}
+        return {
+            "claim": self.text,
+            "lesson": self.lesson,
+            "finding": "not measured" if not numbers else "did not hold" if against else "held",
+            "decided_by": f"{self.benchmark}: {self.column}",
+            "numbers": _in_words(numbers, against),
+        }
+
+
+_SHOWN = 3
+
+
+def _in_words(numbers: Mapping[str, float], against: Mapping[str, float]) -> str:
+    """ "12 numbers from 1.02 to 3.1", or those that speak against the claim, by name."""
+    if not numbers:
+        return ""
+    if not against:
+        return f"{len(numbers)} numbers from {min(numbers.values()):g} to {max(numbers.values()):g}"
+    shown = ", ".join(f"{name} {number:g}" for name, number in list(against.items())[:_SHOWN])
+    return f"{len(against)} of {len(numbers)} numbers: {shown}{', ...' if len(against) > _SHOWN else ''}"
+
+
+def column_of(column: str, **wanted: str) -> Numbers:
+    """The numbers of a column by case, of the rows that have the wanted values: `column_of("x_ratio", variant="y")`."""
+
+    def numbers(rows: Sequence[Row]) -> dict[str, float]:
+        chosen = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+        return {f"{row['case']} {'' if 'variant' in wanted else row['variant']}".strip(): row[column] for row in chosen}
+
+    return numbers
+
+
+def over_best(column: str, of: str, others: Iterable[str]) -> Numbers:
+    """Of each case the number of the variant `of` over the least of the variants `others` that were measured."""
+
+    def numbers(rows: Sequence[Row]) -> dict[str, float]:
+        cases: dict[str, dict[str, float]] = {}
+        for row in rows:
+            cases.setdefault(row["case"], {})[row["variant"]] = row[column]
+        return {
+            case: variants[of] / min(rest)
+            for case, variants in cases.items()
+            if of in variants and (rest := [variants[name] for name in others if name in variants])
+        }
+
+    return numbers
+
+
+def over_previous(column: str) -> Numbers:
+    """Of each row the number over that of the row before it, within a case."""
+
+    def numbers(rows: Sequence[Row]) -> dict[str, float]:
+        pairs = zip(rows, rows[1:], strict=False)
+        return {
+            f"{row['case']}, {row['variant']}": row[column] / before[column]
+            for before, row in pairs
+            if before["case"] == row["case"]
+        }
+
+    return numbers
+
+
+def real_over_pretended(rows: Sequence[Row]) -> dict[str, float]:
+    """Syncs that a GPU counted less those of the pretended device."""
+    return {
+        f"{row['case']} {row['variant']}": row["syncs_count"] - row["pretended_syncs_count"]
+        for row in rows
+        if row.get("pretended_syncs_count") is not None
+    }
+
+
+def on_several_ranks(numbers: Numbers) -> Numbers:
+    """Those numbers, of batches that no cost model was fitted to and more than one rank."""
+    return lambda rows: numbers([row for row in rows if row["phase"] == "sweep" and row["ranks_count"] > 1])
+
+
+_COMPUTED = ("interpolate", "gather", "separable", "adaptive")
+_PACKED = ("flash_attn", "torch_varlen", "sdpa", "amx")
+
+CLAIMS = (
+    Claim(
+        "60",
+        "a warm forward with host grids waits for nothing",
+        "syncs",
+        "syncs_count",
+        column_of("syncs_count", variant="host"),
+        lambda count: count == 0,
+    ),
+    Claim(
+        "60",
+        "the pretended device counts the syncs of a GPU",
+        "syncs",
+        "syncs_count",
+        real_over_pretended,
+        lambda difference: difference == 0,
+    ),
+    Claim(
+        "70",
+        "graphs give the eager values: relative error of replays",
+        "graphs",
+        "relative_error",
+        column_of("relative_error", variant="replay"),
+        lambda error: error <= 0.05,
+    ),
+    Claim(
+        "70",
+        "a replay frees the host sooner than an eager forward",
+        "graphs",
+        "speedup_ratio",
+        column_of("speedup_ratio", variant="replay", phase="host"),
+        lambda ratio: ratio > 1,
+    ),
+    Claim(
+        "70",
+        "a replay is not slower than eager, at any budget and fill",
+        "graphs",
+        "speedup_ratio",
+        column_of("speedup_ratio", variant="replay", phase="budget"),
+        lambda ratio: ratio >= 1 / NOISE,
+    ),
+    Claim(
+        "25",
+        "a cached position embedding is faster than computing it",
+        "position",
+        "latency_ms_p50",
+        over_best("latency_ms_p50", "cache_hit", _COMPUTED),
+        lambda ratio: ratio < 1,
+    ),
+    Claim(
+        "20",
+        "two small products are faster than torch's interpolation",
+        "position",
+        "speedup_ratio",
+        column_of("speedup_ratio", variant="separable"),
+        lambda ratio: ratio > 1,
+    ),
+    Claim(
+        "30",
+        "a fused rotation is faster than complex numbers",
+        "rope",
+        "latency_ms_p50",
+        over_best("latency_ms_p50", "complex", ("compiled", "in_place", "amx")),
+        lambda ratio: ratio > 1,
+    ),
+    Claim(
+        "40",
+        "packed attention is not slower than one mask over all images",
+        "attention",
+        "latency_ms_p50",
+        over_best("latency_ms_p50", "sdpa_masked", _PACKED),
+        lambda ratio: ratio >= 1 / NOISE,
+    ),
+    Claim(
+        "README",
+        "every rung of the ladder gives the reference's values",
+        "ladder",
+        "relative_error",
+        column_of("relative_error"),
+        lambda error: error <= 0.05,
+    ),
+    Claim(
+        "README",
+        "no rung of the ladder is slower than the one below it",
+        "ladder",
+        "latency_ms_p50",
+        over_previous("latency_ms_p50"),
+        lambda ratio: ratio <= NOISE,
+    ),
+    Claim(
+        "README",
+        "the tower is not slower than transformers'",
+        "encoder",
+        "speedup_ratio",
+        column_of("speedup_ratio", variant="kimivl_lab", phase="forward"),
+        lambda ratio: ratio >= 1 / NOISE,
+    ),
+    Claim(
+        "50",
+        "the choice between data and tensor parallel is within a tenth of the better one",
+        "parallel",
+        "latency_ms_p50",
+        on_several_ranks(over_best("latency_ms_p50", "auto", ("data", "tensor"))),
+        lambda ratio: ratio <= 1.1,
+    ),
+    Claim(
+        "10",
+        "uint8 patches reach the embedding sooner than float32 ones",
+        "upload",
+        "speedup_ratio",
+        column_of("speedup_ratio", variant="uint8"),
+        lambda ratio: ratio > 1,
+    ),
+)
+
+
+def judge(records: Iterable[Path]) -> list[dict[str, str]]:
+    """The finding on every claim, from these records alone. What a killed step left unreadable is not measured."""
+    rows: dict[str, list[Row]] = {}
+    for path in records:
+        with suppress(OSError, ValueError):
+            if match := FILE_NAME.fullmatch(path.name):
+                kept = [row | {"case": f"{row['case']} {match['dtype']}"} for row in read_record(path)[0]]
+                rows.setdefault(match["benchmark"], []).extend(kept)
+    return [claim.judge(rows.get(claim.benchmark, ())) for claim in CLAIMS]
