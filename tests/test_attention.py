@@ -347,6 +347,50 @@ def test_W1_a_packed_layer_gives_the_plain_gradients_where_gradients_are_on():
         assert same.grad.any() and torch.equal(x.grad, same.grad)
 
 
+@needs_onednn
+@torch.no_grad()
+def test_a_layer_whose_weight_changes_meanwhile_computes_with_one_copy_or_the_other():
+    """Another thread may pack a changed weight between any two lines of a product."""
+    layer, x = torch.nn.Linear(72, 64), torch.randn(24, 72)
+    refresh_packed([layer], ONEDNN)
+    copied = packed_copy(layer)
+    assert copied is not None and copied.current is not None
+    before, seen = copied.current, []
+
+    class Changing(type(copied)):
+        @property
+        def current(self):
+            seen.append(1)
+            return before if len(seen) == 1 else None
+
+        @current.setter
+        def current(self, value):
+            pass
+
+    copied.__class__ = Changing
+    assert torch.equal(fused_linear(layer, x, ONEDNN), ONEDNN.multiply(x, before, 64, layer.bias, None, False))
+    assert seen == [1]
+
+
+@needs_onednn
+@torch.no_grad()
+def test_the_old_copy_stays_until_the_new_one_is_packed(monkeypatch):
+    layer = torch.nn.Linear(72, 64)
+    refresh_packed([layer], ONEDNN)
+    copied, while_packing = packed_copy(layer), []
+    assert copied is not None and copied.kernel is not None
+    kernel, old = copied.kernel, copied.current
+
+    def pack(weight):
+        while_packing.append(copied.current)
+        return kernel.pack(weight)
+
+    copied.kernel = replace(kernel, pack=pack)
+    layer.weight.mul_(2)
+    copied.refresh(layer.weight)
+    assert while_packing[0] is old and copied.current is not old
+
+
 def in_place(layer):
     layer.weight.mul_(-2)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kimivl_lab import EncoderOptions
+from kimivl_lab.kernels import library
 from kimivl_lab.kernels.dispatch import CompiledFunction, compile_errors
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
@@ -123,6 +124,18 @@ def test_the_devices_errors_pass_through(error, wrapped):
     with pytest.raises(type(raised)):
         function(0)
     assert function.works and not function.errors
+
+
+def test_kernels_that_cannot_be_built_are_said_where_a_user_sees_it(monkeypatch, caplog):
+    """A process tries once: a compiler that took too long leaves it with slower kernels to its end."""
+
+    def too_slow(*arguments):
+        raise library.BuildError("cc took more than 120 s")
+
+    monkeypatch.setattr(library, "kernel_isa", lambda name: "avx2")
+    monkeypatch.setattr(library, "_build_unless_there", too_slow)
+    reason = library._load.__wrapped__("simd")
+    assert isinstance(reason, str) and "cc took more than 120 s" in reason and reason in caplog.text
 
 
 def test_the_functions_own_errors_pass_through():

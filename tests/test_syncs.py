@@ -365,6 +365,28 @@ def test_the_first_sync_raises_and_names_its_line():
     assert [event.line for event in counter.events] == [line, line + 2]
 
 
+def test_on_a_gpu_a_module_is_copied_once_and_not_again(monkeypatch):
+    """No copy on the host first; a module on the GPU already is not copied at all. The GPU is pretended by clones."""
+    tower, moved = tiny_tower(), []
+
+    def cuda(tensor):
+        moved.append(tensor.shape)
+        return tensor.clone()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "cuda", cuda)
+        patch.setattr(torch.nn.Module, "cuda", lambda module: module)
+        for kind in (torch.Tensor, torch.nn.Parameter):
+            patch.setattr(kind, "__deepcopy__", lambda tensor, memo: pytest.fail("copied on the host"))
+        away = on_device(tower, pretended=False)
+        assert len(moved) == len(list(tower.parameters()))
+        assert [name for name, _ in away.named_parameters()] == [name for name, _ in tower.named_parameters()]
+        for (_, one), (_, other) in zip(away.named_parameters(), tower.named_parameters(), strict=True):
+            assert one is not other and torch.equal(one, other) and one.requires_grad == other.requires_grad
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        assert on_device(away, pretended=False) is away
+
+
 def test_on_device_moves_everything_inside():
     tower = tiny_tower()
     metadata = tower.prepare_encoder_metadata([(4, 6)])

@@ -198,7 +198,9 @@ def _load(name: str) -> ctypes.CDLL | str:
             _build_unless_there(name, isa, target)
             return _open(name, target)
     except (BuildError, OSError, AttributeError, RuntimeError, ValueError) as error:  # odd values of CC and HOME too
-        return f"the {title} could not be built: {error}"
+        reason = f"the {title} could not be built: {error}"
+        _LOG.warning("%s; this process runs without them, and `kimivl-lab info` repeats the reason", reason)
+        return reason
 
 
 def _open(name: str, target: Path) -> ctypes.CDLL:

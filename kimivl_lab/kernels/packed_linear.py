@@ -65,10 +65,12 @@ class PackedCopy:
         assert self.kernel is not None
         if self._state is not None and self._state.still_holds(weight):
             return
-        self.current = self._state = None
         if WeightState.is_traceable(weight, self.checked):
-            self.current = self.kernel.pack(weight.detach())
-            self._state = WeightState(weight, self.checked)
+            state = WeightState(weight, self.checked)
+            # The old copy stays until the new one is there: a recorded graph in another thread may be reading it.
+            self.current, self._state = self.kernel.pack(weight.detach()), state
+        else:
+            self.current = self._state = None
 
     def __reduce__(self) -> tuple[Any, tuple[None]]:
         return PackedCopy, (None,)
@@ -91,9 +93,12 @@ def fused_linear(
     assert not gelu or residual is None
     if kernel is not None and not torch.is_grad_enabled():  # packed products have no backward
         packed = packed_copy(layer)
-        if packed is not None and packed.kernel is kernel and packed.current is not None:
+        current = (
+            None if packed is None else packed.current
+        )  # read once: another thread may be packing a changed weight
+        if packed is not None and packed.kernel is kernel and current is not None:
             assert isinstance(layer, nn.Linear)
-            return kernel.multiply(x, packed.current, layer.out_features, layer.bias, residual, gelu)
+            return kernel.multiply(x, current, layer.out_features, layer.bias, residual, gelu)
         if isinstance(layer, FusedModule) and is_untouched(layer, type(layer)):
             return layer(x, GELU_TANH if gelu else None, residual, kernel=kernel)
     y = layer(x)

@@ -145,13 +145,13 @@ def count_host_syncs(
 def on_device(value: Any, *, pretended: bool | None = None) -> Any:
     """A copy of a tensor, module, dataclass, list, tuple or dict of them, on the device that the counter counts on.
 
-    On a pretended device a module's copy shares its weights' memory.
+    On a pretended device a module's copy shares its weights' memory. What is on the GPU already is returned unchanged.
     """
     pretends = _is_pretended(pretended)
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, nn.Module):
-            return pretend_module(leaf) if pretends else copy.deepcopy(leaf).cuda()
+            return pretend_module(leaf) if pretends else _module_on_gpu(leaf)
         if isinstance(leaf, Tensor):
             return pretend_tensor(leaf) if pretends else leaf.cuda()
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -160,6 +160,20 @@ def on_device(value: Any, *, pretended: bool | None = None) -> Any:
         return leaf
 
     return tree_map(moved, value)
+
+
+def _module_on_gpu(module: nn.Module) -> nn.Module:
+    weights = [*module.parameters(), *module.buffers()]
+    if weights and all(weight.is_cuda for weight in weights):
+        return module
+    # Each weight is copied once, to the GPU: a deep copy alone would take the memory of the whole module here, too.
+    there = {
+        id(weight): nn.Parameter(weight.detach().cuda(), weight.requires_grad)
+        if isinstance(weight, nn.Parameter)
+        else weight.cuda()
+        for weight in weights
+    }
+    return copy.deepcopy(module, there).cuda()
 
 
 def _is_pretended(pretended: bool | None) -> bool:
