@@ -18,6 +18,7 @@ from kimivl_lab import EncoderOptions, MoonViTConfig, MoonVitPretrainedModel
 from kimivl_lab.kernels.packed_attention import attend_packed, packed_attention_backward
 from kimivl_lab.kernels.packed_linear import (
     PACKED_KERNELS,
+    PackedCopy,
     fused_linear,
     packed_copy,
     packed_unavailable,
@@ -357,7 +358,7 @@ def test_a_layer_whose_weight_changes_meanwhile_computes_with_one_copy_or_the_ot
     assert copied is not None and copied.current is not None
     before, seen = copied.current, []
 
-    class Changing(type(copied)):
+    class Changing(PackedCopy):
         @property
         def current(self):
             seen.append(1)

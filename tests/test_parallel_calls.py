@@ -327,7 +327,17 @@ def test_a_refused_capture_stays_one(alone, monkeypatch):
         runner.capture()
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("12 GiB"), GraphCaptureError("x"), RuntimeError("shapes")])
+NCCL = "NCCL error in: NCCLUtils.cpp:94, {}, NCCL version 2.27.5"
+OWN_ERRORS = [
+    torch.OutOfMemoryError("12 GiB"),
+    GraphCaptureError("x"),
+    RuntimeError("shapes"),
+    dist.DistBackendError(NCCL.format("ncclUnhandledCudaError: Call to CUDA failed. Cuda failure 2 'out of memory'")),
+    dist.DistBackendError(NCCL.format("ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1")),
+]
+
+
+@pytest.mark.parametrize("error", OWN_ERRORS, ids=lambda error: f"{error!s:.60}"[-20:])
 def test_errors_that_no_rank_caused_pass_unchanged(alone, error, monkeypatch):
     monkeypatch.setattr(calls, "_roll_call", lambda *args: pytest.fail("a roll call"))
     with pytest.raises(type(error)) as raised, rank_errors(alone, "all_reduce"):

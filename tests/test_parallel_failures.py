@@ -203,6 +203,37 @@ def test_the_error_comes_back_from_another_process_whole():
     assert (str(error), error.missing) == ("all_reduce: rank 2 did not come", [2])
 
 
+@pytest.mark.parametrize(
+    ("local", "gpus", "expected"),
+    [
+        ("1", 2, 1),
+        (None, 1, 0),
+        (None, 8, "which of the 8 GPUs"),
+        (None, 0, "which of the 0 GPUs"),
+        ("2", 2, "LOCAL_RANK=2 needs 3 GPUs, this process sees 2"),
+        ("-1", 2, "LOCAL_RANK"),
+        ("one", 2, "LOCAL_RANK"),
+    ],
+)
+def test_the_gpu_of_a_rank_with_and_without_torchrun(monkeypatch, local, gpus, expected):
+    """Faked GPUs and NCCL: which GPU is taken, and that a bad one is refused before any connection."""
+    joined = []
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: joined.append(device.index))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: joined.append((backend, more["device_id"])))
+    monkeypatch.setattr(dist.GroupMember, "WORLD", object())
+    if isinstance(expected, int):
+        init_group("cuda")
+        assert joined == [expected, ("nccl", torch.device("cuda", expected))]
+    else:
+        with pytest.raises(ValueError, match=expected):
+            init_group("cuda")
+        assert joined == []
+
+
 def test_a_group_needs_a_finite_timeout():
     with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
         init_group(timeout_s=0)

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..geometry import GridLike
+from ..kernels.dispatch import is_of_the_device
 from .groups import RankError, group_timeout_s
 
 _GRACE_S: float = 2.0  # ranks time out one after another, not at once
@@ -44,6 +45,8 @@ _NAMED_GRIDS = 4
 _LOST = re.compile(
     r"/gloo/|pair closure|Timed out waiting|Connection (closed|reset|refused)|Broken pipe", re.IGNORECASE
 )
+# NCCL reports them as a lost connection's kind of error, and no peer caused them
+_OWN = re.compile(r"ncclUnhandledCudaError|ncclInvalid(Argument|Usage)")
 
 
 @dataclass
@@ -184,8 +187,12 @@ def rank_errors(group: dist.ProcessGroup, what: str) -> Generator[None]:
     """Turns a lost or silent connection in a collective into a `RankError` that names the ranks that did not come.
 
     gloo names a lost rank by its address and a silent one not at all. So the ranks that are left answer each other in
-    the store, until the group's timeout and a little more have passed since this rank's arrival. On GPUs NCCL's
-    watchdog ends the process, and torchrun names the rank that failed first. Other errors pass unchanged.
+    the store, until the group's timeout and a little more have passed since this rank's arrival.
+
+    NCCL starts a collective and returns, so a lost rank is no error here: NCCL's watchdog ends the process after the
+    group's timeout, its message names the collective, and torchrun names the rank that failed first. What NCCL raises
+    at once is treated as gloo's, except an error of this rank's own GPU or arguments. Ranks that are at different calls
+    are named on NCCL as on gloo, because `same_call` compares them before the collective. Other errors pass unchanged.
     """
     arrived = time.monotonic()
     try:
@@ -202,6 +209,8 @@ def rank_errors(group: dist.ProcessGroup, what: str) -> Generator[None]:
 
 
 def _lost_a_rank(error: RuntimeError) -> bool:
+    if is_of_the_device(error) or _OWN.search(str(error)):
+        return False
     return isinstance(error, dist.DistError) or type(error) is RuntimeError and bool(_LOST.search(str(error)))
 
 

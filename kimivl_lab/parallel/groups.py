@@ -7,11 +7,14 @@ the timeout of `init_process_group`: pass it a `timeout` too. What ends a wait i
 Test: tests/test_parallel_failures.py.
 """
 
+import os
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ..checks import as_not_negative
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -59,13 +62,17 @@ def init_group(device: torch.device | str = "cpu", timeout_s: float = DEFAULT_TI
 
     Args:
         device: where this rank computes; "cuda" connects by NCCL and takes the GPU of the local rank, others by gloo.
-        timeout_s: the longest that a collective waits for a rank.
+        timeout_s: the longest that a collective waits for a rank. What ends a wait differs: on gloo a `RankError` that
+            names the ranks that are missing; on NCCL its watchdog, which ends the process, see `calls.rank_errors`.
+
+    Raises:
+        ValueError: a timeout that is not positive; on "cuda", no GPU for this rank, or several and no LOCAL_RANK.
     """
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
     timeout = timedelta(seconds=timeout_s)
     if torch.device(device).type == "cuda":
-        gpu = torch.device("cuda", dist.get_node_local_rank())
+        gpu = torch.device("cuda", _gpu_of_this_rank(torch.cuda.device_count()))
         torch.cuda.set_device(gpu)
         dist.init_process_group("nccl", timeout=timeout, device_id=gpu)
     else:
@@ -73,6 +80,20 @@ def init_group(device: torch.device | str = "cpu", timeout_s: float = DEFAULT_TI
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _gpu_of_this_rank(gpus: int) -> int:
+    """LOCAL_RANK, which torchrun sets; without it, as under SLURM or mpirun, the only GPU that this process sees."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is None and gpus != 1:
+        raise ValueError(
+            f"which of the {gpus} GPUs is this rank's? Start it by torchrun, set LOCAL_RANK (0, 1, ... on each "
+            f"machine), or let each process see one GPU (CUDA_VISIBLE_DEVICES)"
+        )
+    number = 0 if local is None else as_not_negative("LOCAL_RANK", int(local) if local.isdecimal() else local)
+    if number >= gpus:
+        raise ValueError(f"LOCAL_RANK={number} needs {number + 1} GPUs, this process sees {gpus}")
+    return number
 
 
 def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
