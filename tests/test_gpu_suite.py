@@ -113,6 +113,20 @@ def test_an_interrupt_ends_the_step_and_keeps_what_is_done(options, number):
     assert has_ended(int(child.read_text())) and signal.getsignal(number) is before
 
 
+def test_a_terminal_that_is_gone_ends_nothing(options, monkeypatch):
+    class Gone:
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)  # as under nohup
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(sys, "stderr", Gone())
+    signals = "import os, signal; os.kill(os.getppid(), signal.SIGHUP); " + FINE
+    results = run_steps([Step("fine", "x", 1, (signals,)), Step("fails", "x", 1, (FAILS,))], options)
+    signal.signal(signal.SIGHUP, handler)
+    assert [one["status"] for one in results["steps"].values()] == ["ok", "failed"] and not results["interrupted"]
+
+
 def test_a_kill_in_the_middle_leaves_the_results_of_the_others(options, monkeypatch):
     class Killed(BaseException):
         """Nothing of the suite runs after it, as after SIGKILL."""
@@ -313,6 +327,15 @@ def test_check_on_a_gpu(free, captured, missing, pretend_gpu, tmp_path, capsys):
     assert states["flash-attn"] == "optional" and states["CUDA"] == "ok" and "compiler" in states
     assert [(module, limit < 60) for module, _, limit in asked] == [("gpu_checks", True)]
     assert captured.get("why", "Pretended GPU") in streams.err
+
+
+def test_check_names_a_version_that_is_not_promised():
+    good = {"python": "3.12.3", "torch": "2.11.0+cu130", "transformers": "5.17.0", "numpy": "2.4.1"}
+    assert gpu_ready._versions(good).state == "ok"
+    old = gpu_ready._versions(good | {"transformers": "5.16.2", "torch": "2.10.1+cu128"})
+    assert old.state == "missing" and old.says.startswith(
+        "torch 2.10.1+cu128 is here, <2.15,>=2.11 is asked for; transf"
+    )
 
 
 def test_check_names_a_benchmark_that_cannot_be_imported_and_a_folder_that_cannot_be_written(tmp_path):

@@ -12,13 +12,16 @@ import importlib
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from ..kernels.packed_attention import attention_unavailable
 from ..measure.provenance import versions
@@ -83,7 +86,7 @@ def findings(
         yield Finding("GPU memory", state, f"{free:.0f} of {total:.0f} MiB free, {GPU_MIB} needed")
     else:
         yield Finding("CUDA", "missing", no_cuda())
-    yield Finding("versions", "ok", f"{_words(versions())}, CUDA {torch.version.cuda}")
+    yield _versions(versions())
     yield _disk(Path(options.out))
     yield _modules(steps)
     yield _tests()
@@ -105,6 +108,19 @@ def report(options: argparse.Namespace, run_step: Callable[..., dict[str, Any]],
     harness.progress(f"NOT READY, missing: {', '.join(missing)}" if missing else "ready")
     harness.finish({"benchmark": "gpu_suite", "missing": missing, "findings": [one._asdict() for one in found]})
     return 1 if missing else 0
+
+
+def _versions(found: Mapping[str, str]) -> Finding:
+    """Whether the packages here are those that pyproject.toml promises to work with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = {asked.name: asked.specifier for asked in map(Requirement, project["dependencies"])}
+    wrong = [
+        f"{name} {found[name]} is here, {asked[name]} is asked for"
+        for name in found.keys() & asked.keys()
+        if not asked[name].contains(Version(found[name]).public, prereleases=True)
+    ]
+    says = f"{_words(found)}, CUDA {torch.version.cuda}"
+    return Finding("versions", "missing" if wrong else "ok", "; ".join([*sorted(wrong), says]))
 
 
 def _disk(folder: Path) -> Finding:
@@ -153,5 +169,5 @@ def _capture(options: argparse.Namespace, run_step: Callable[..., dict[str, Any]
     return Finding("graphs", "ok" if works else "missing", says)
 
 
-def _words(values: dict[str, str]) -> str:
+def _words(values: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -198,9 +198,11 @@ def _last_lines(text: str, count: int = _LAST_LINES) -> str:
     return " | ".join(line[:300] for line in lines[-count:]) or "it printed nothing"
 
 
-def _show(output: bytes) -> None:
-    if output:
-        sys.stderr.write(output.decode(errors="replace"))
+def _show(output: bytes | str) -> None:
+    """On stderr, as far as that is still open: the terminal may be gone."""
+    text = output if isinstance(output, str) else output.decode(errors="replace")
+    with suppress(OSError):
+        sys.stderr.write(text)
         sys.stderr.flush()
 
 
@@ -229,12 +231,12 @@ def run_steps(steps: Sequence[Step], options: argparse.Namespace) -> dict[str, A
                 elif left < step.seconds and not options.quick:
                     found |= {"status": "skipped", "why": f"{left:.0f} s left, expected to take {step.seconds} s"}
                 else:
-                    harness.progress(f"=== {step.name}: {step.seconds} s expected, {left:.0f} s left")
+                    _show(f"=== {step.name}: {step.seconds} s expected, {left:.0f} s left\n")
                     found["status"] = "running"
                     _write(results, options)
                     found |= run_step(step, options, limit=max(1.0, min(step.limit, left)))
                 if found["status"] != "ok":
-                    harness.progress(f"=== {step.name} {found['status']}: {found['why']}")
+                    _show(f"=== {step.name} {found['status']}: {found['why']}\n")
                 _write(results, options)
                 if found["status"] == "interrupted":
                     raise Interrupted
@@ -265,7 +267,10 @@ def _signals_interrupt() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup ignores SIGHUP, and the suite then runs on
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
@@ -309,8 +314,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     expected = " + ".join(f"{step.name} {step.seconds}" for step in steps)
     harness.progress(f"expected: {expected} = {sum(step.seconds for step in steps)} s, budget {options.budget:.0f} s")
     results = run_steps(steps, options)
-    harness.progress(summary(results))
-    harness.finish(results)
+    _show(f"{summary(results)}\n")
+    with suppress(OSError):
+        harness.finish(results)
     failed = any(found["status"] == "failed" for found in results["steps"].values())
     sys.exit(130 if results["interrupted"] else 1 if failed else 0)
 
