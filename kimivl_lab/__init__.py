@@ -40,6 +40,7 @@ _MODULE_OF = {
     "KimiVLEncoder": "kimi_vl.encoder",
     "KimiVLForConditionalGeneration": "kimi_vl.model",
     "KimiVLImageProcessor": "images.processor",
+    "KimiVLProcessor": "kimi_vl.processor",
     "MoonViTConfig": "config",
     "MoonVitPretrainedModel": "moonvit.model",
     "build_merge_gather_idx": "moonvit.metadata",
