@@ -43,6 +43,7 @@ _MODULE_OF = {
     "KimiVLProcessor": "kimi_vl.processor",
     "MoonViTConfig": "config",
     "MoonVitPretrainedModel": "moonvit.model",
+    "TikTokenTokenizer": "kimi_vl.tokenizer",
     "build_merge_gather_idx": "moonvit.metadata",
     "count_host_syncs": "syncs.counter",
     "image_geometry": "geometry",
