@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
     lines = sorted(ranks.items(), key=lambda item: item[1])
     (folder / "tiktoken.model").write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), r) for t, r in lines))
     added = {str(place): {"content": name, "special": True} for name, place in _named(len(ranks)).items()}
-    settings = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": added, "pad_token": "[PAD]"}
+    settings: dict = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": added, "pad_token": "[PAD]"}
     settings |= {"auto_map": {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}, "bos_token": "[BOS]"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps(published_config()))

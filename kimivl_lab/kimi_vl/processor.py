@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from transformers import BatchFeature
 from transformers.processing_utils import MultiModalData, ProcessorMixin, TextKwargs
 
 from ..checks import require_known_kwargs
@@ -108,10 +107,10 @@ class KimiVLProcessor(ProcessorMixin):
         expanded = [_expanded(*item) for item in zip(range(len(prompts)), prompts, places, counts_of, strict=True)]
         tokens = self.tokenizer(expanded, return_tensors=return_tensors, **of_text)
         for index, (ids, expected) in enumerate(zip(tokens["input_ids"], counts_of, strict=False)):
-            found = list(ids).count(self.image_token_id) if return_tensors is None else int((ids == self.image_token_id).sum())
+            found = (ids if isinstance(ids, list) else ids.tolist()).count(self.image_token_id)
             if found != sum(expected):
                 raise ValueError(
-                    f"prompt {index}: {found} of {sum(expected)} image tokens are left after truncation to {len(ids)} ids"
+                    f"prompt {index}: {found} of {sum(expected)} image tokens are left in {len(ids)} ids: truncation?"
                 )
         return ImageBatch({**tokens, **data})
 
@@ -182,7 +181,9 @@ def _expanded(index: int, prompt: str, places: list[tuple[int, int]], counts: li
     for (start, stop), count in zip(places, counts, strict=True):
         length = (stop - start) // len(IMAGE_TOKEN)
         if length not in (1, count):
-            raise ValueError(f"prompt {index} holds a run of {length} image placeholders for an image of {count} tokens")
+            raise ValueError(
+                f"prompt {index} holds a run of {length} image placeholders for an image of {count} tokens"
+            )
         parts += [prompt[end:start], IMAGE_TOKEN * count]
         end = stop
     return "".join([*parts, prompt[end:]])

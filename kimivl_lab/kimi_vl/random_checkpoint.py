@@ -76,7 +76,9 @@ def write_random_checkpoint(
         ValueError: fewer than 512 ids, fewer than one shard, or sizes that do not fit each other.
     """
     if vocab_size < 256 + SPECIAL_TOKENS:
-        raise ValueError(f"vocab_size must be at least {256 + SPECIAL_TOKENS}, bytes and special tokens, got {vocab_size}")
+        raise ValueError(
+            f"vocab_size must be at least {256 + SPECIAL_TOKENS}, bytes and special tokens, got {vocab_size}"
+        )
     if shards < 1:
         raise ValueError(f"shards must be 1 or more, got {shards}")
     folder = Path(folder)
@@ -88,7 +90,13 @@ def write_random_checkpoint(
     published |= {"media_placeholder_token_id": at["<|media_pad|>"], "pad_token_id": at["[PAD]"]}
     published |= {"vocab_size": vocab_size, "torch_dtype": _name(dtype), "random_weights": True}
     published["vision_config"] |= {**_VISION, **(vision or {}), "torch_dtype": _name(dtype)}
-    published["text_config"] |= {**_TEXT, "vocab_size": vocab_size, **special, **(text or {}), "torch_dtype": _name(dtype)}
+    published["text_config"] |= {
+        **_TEXT,
+        "vocab_size": vocab_size,
+        **special,
+        **(text or {}),
+        "torch_dtype": _name(dtype),
+    }
     model = KimiVLForConditionalGeneration(KimiVLConfig(**published)).to(dtype)
     _fill(model, torch.Generator().manual_seed(seed))
     model.generation_config = GenerationConfig(**{**special, "eos_token_id": at["<|im_end|>"]})

@@ -93,7 +93,10 @@ class TikTokenTokenizer(TokenizersBackend):
     @classmethod
     def _convert_from_tiktoken(cls, vocab_file: str, local_kwargs: dict[str, Any]) -> dict[str, Any]:
         base = len(read_tiktoken(vocab_file))
-        named = {int(place): str(_content(token)) for place, token in (local_kwargs.get("added_tokens_decoder") or {}).items()}
+        named = {
+            int(place): str(_content(token))
+            for place, token in (local_kwargs.get("added_tokens_decoder") or {}).items()
+        }
         special = [named.get(place, f"<|reserved_token_{place}|>") for place in range(base, base + SPECIAL_TOKENS)]
         converter = _Converter(vocab_file, pattern=PATTERN, extra_special_tokens=special)
         return {**local_kwargs, "tokenizer_object": converter.converted()}
