@@ -77,7 +77,9 @@ def read_tiktoken(path: str | Path) -> dict[bytes, int]:
 class _Converter(TikTokenConverter):
     """transformers' converter, which reads the file without the tiktoken package."""
 
-    load_tiktoken_bpe = staticmethod(read_tiktoken)
+    @staticmethod
+    def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+        return read_tiktoken(tiktoken_url)
 
 
 class TikTokenTokenizer(TokenizersBackend):
