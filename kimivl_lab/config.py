@@ -62,12 +62,14 @@ _KIMI_VL_MATHEMATICS: dict[str, tuple[Any, ...]] = {
     "projector_hidden_act": ("gelu",),
     "projector_ln_eps": (1e-5,),
     "multimodal_projector_bias": (True,),
+    "tie_word_embeddings": (False,),
 }
-# What transformers' deepseek_v3 computes, under keys of the published text_config that it does not read.
+# What the language model computes, under keys that transformers' deepseek_v3 mostly does not read.
 _TEXT_MATHEMATICS: dict[str, tuple[Any, ...]] = {
     "topk_method": ("noaux_tc",),
     "scoring_func": ("sigmoid",),
     "moe_layer_freq": (1,),
+    "tie_word_embeddings": (False,),
 }
 
 
@@ -152,7 +154,7 @@ class KimiVLConfig(PreTrainedConfig):
     sub_configs = {"vision_config": MoonViTConfig, "text_config": DeepseekV3Config}
 
     vision_config: MoonViTConfig = field(default_factory=MoonViTConfig)
-    text_config: DeepseekV3Config = field(default_factory=DeepseekV3Config)
+    text_config: DeepseekV3Config = field(default_factory=lambda: DeepseekV3Config(**published_config()["text_config"]))
     ignore_index: int = -100
     media_placeholder_token_id: int = 163605
     pad_token_id: int | None = 163839
@@ -160,7 +162,7 @@ class KimiVLConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        _refuse_other_values(kwargs, _KIMI_VL_MATHEMATICS, "Kimi-VL")
+        _refuse_other_values({**kwargs, **vars(self)}, _KIMI_VL_MATHEMATICS, "Kimi-VL")
         _refuse_other_dtypes({**kwargs, "dtype": self.dtype})
         for key, config_class in type(self).sub_configs.items():
             value = getattr(self, key)

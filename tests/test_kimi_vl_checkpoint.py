@@ -78,14 +78,13 @@ def test_a_round_trip_is_byte_equal(tiny, tmp_path, max_shard_size):
 
 def test_a_router_that_training_changed_is_not_rounded(tiny, tmp_path):
     model = load(tiny[0])
-    weight = model.get_parameter("language_model.model.layers.1.mlp.gate.weight")
-    with torch.no_grad():
-        weight += 1e-5
+    bias = "language_model.model.layers.{}.mlp.gate.e_score_correction_bias"
+    changed = model.get_buffer(bias.format(1))
+    changed += 1e-5
     model.save_pretrained(tmp_path)
-    got = stored(tmp_path)["language_model.model.layers.1.mlp.gate.weight"]
-    assert got.dtype == torch.float32 and torch.equal(got, weight)
-    other = "language_model.model.layers.2.mlp.gate.weight"
-    assert same_bytes(stored(tmp_path)[other], tiny[1][other])
+    got = stored(tmp_path)
+    assert got[bias.format(1)].dtype == torch.float32 and torch.equal(got[bias.format(1)], changed)
+    assert same_bytes(got[bias.format(2)], tiny[1][bias.format(2)])
 
 
 def test_J2_the_renamed_form_loads_and_is_saved_in_the_published_one(tiny, tmp_path):
@@ -319,7 +318,8 @@ def test_attn_implementation_of_a_loaded_model(tiny):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("topk_method", "greedy"), ("scoring_func", "softmax"), ("moe_layer_freq", 2)]
+    ("key", "value"),
+    [("topk_method", "greedy"), ("scoring_func", "softmax"), ("moe_layer_freq", 2)],
 )
 def test_J8_text_mathematics_that_transformers_would_pass_over_is_refused(tmp_path, tiny, key, value):
     config = tiny_json("bfloat16")
@@ -327,6 +327,28 @@ def test_J8_text_mathematics_that_transformers_would_pass_over_is_refused(tmp_pa
     write_checkpoint(tmp_path, tiny[1], config)
     with pytest.raises(ValueError, match=f"{key}={value!r}"):
         load(tmp_path)
+
+
+def test_the_default_configuration_is_the_published_one():
+    default, published = KimiVLConfig().to_dict(), KimiVLConfig(**published_config()).to_dict()
+    for config in (default, published):
+        for part in (config, config["vision_config"], config["text_config"]):
+            for saved in ("dtype", "architectures", "transformers_version"):
+                part.pop(saved, None)
+    assert default == published
+    assert published["media_placeholder_token_id"] == 163605 and published["ignore_index"] == -100
+
+
+@pytest.mark.parametrize("where", ["top", "text_config"])
+def test_a_padding_id_past_the_vocabulary_or_tied_weights_are_refused(where):
+    config = tiny_json()
+    (config if where == "top" else config["text_config"])["tie_word_embeddings"] = True
+    with pytest.raises(ValueError, match="tie_word_embeddings=True"):
+        KimiVLConfig(**config)
+    config = tiny_json()
+    config["text_config"]["pad_token_id"] = 512
+    with pytest.raises(ValueError, match=r"pad_token_id 512.*512"):
+        KimiVLConfig(**config)
 
 
 def test_old_names_of_the_rope_are_read(tmp_path, tiny):
