@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kimivl_lab import KimiVLEncoder
+from kimivl_lab import EncoderCudaGraphRunner, KimiVLConfig, KimiVLEncoder, KimiVLForConditionalGeneration
 from kimivl_lab.geometry import token_counts
 from kimivl_lab.graphs.weights import StaleGraphError
 from kimivl_lab.parallel.groups import RankError
@@ -108,6 +108,20 @@ def test_hooks_of_the_tower_are_in_the_graphs_or_refused():
         encode(encoder)
     encoder.graph_runner.reset()
     assert relative_error(encode(encoder), encode(plain)) < 1e-5
+
+
+def test_the_whole_model_encodes_by_graphs():
+    torch.manual_seed(0)
+    model: Any = KimiVLForConditionalGeneration(KimiVLConfig.preset("tiny")).eval()
+    grids, placeholder = GRIDS[:2], model.config.media_placeholder_token_id
+    pixels = pixels_for(grids)
+    ids = torch.tensor([[1, *[placeholder] * sum(token_counts(grids, (2, 2))), 2]])
+    want, rows = model(ids, pixels, grids).logits.detach(), encode(model, grids)
+    assert relative_error(EncoderCudaGraphRunner(model, [16], max_waste=None)(pixels, grids), rows) < 1e-5
+    model.set_graphs(BUDGETS, max_waste=None)
+    with torch.no_grad():
+        assert relative_error(model(ids, pixels, grids).logits, want) < 1e-5
+    assert stats_of(model).total.images == 2 and stats_of(model).misses == 0
 
 
 def test_another_tower_gets_graphs_of_its_own():

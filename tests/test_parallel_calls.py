@@ -322,7 +322,7 @@ def alone():
 def test_a_refused_capture_stays_one(alone, monkeypatch):
     tower: Any = tiny_tower()
     runner = EncoderCudaGraphRunner(tower, budgets=[16], max_images=2, backend="trace")
-    monkeypatch.setattr(runner.model, "forward", Gathers(tower, alone))
+    monkeypatch.setattr(runner.model, "get_image_features", Gathers(tower, alone))
     with pytest.raises(GraphCaptureError, match="allgather|all_gather"):
         runner.capture()
 

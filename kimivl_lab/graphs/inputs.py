@@ -66,14 +66,14 @@ class CapturedMetadata(EncoderMetadata):
 
 
 class SupportsEncoderCudaGraph:
-    """Mixed into a module that is called with (pixel_values, image_grid_hws) or (pixel_values, encoder_metadata=).
+    """Mixed into a module whose `get_image_features` takes (pixel_values, image_grid_hws) or encoder_metadata=.
 
     `mm_kwargs` is {"pixel_values": (L, 3, 14, 14), "image_grid_hws": list of host pairs (h, w)}. Tensors by name are
     plain dicts, where vLLM wraps them in classes.
     """
 
     vision_tower: MoonVitPretrainedModel
-    forward: Callable[..., Tensor]
+    get_image_features: Callable[..., Tensor]
     out_hidden_size: int
 
     def get_encoder_cudagraph_config(self) -> dict[str, Any]:
@@ -146,13 +146,13 @@ class SupportsEncoderCudaGraph:
         """
         rows = values["pixel_values"].shape[0]
         tensors = {name: value for name, value in values.items() if name != "pixel_values"}
-        return self.forward(
+        return self.get_image_features(
             values["pixel_values"], encoder_metadata=CapturedMetadata(grid_hws=(), max_seqlen=rows, **tensors)
         )
 
     def encoder_eager_forward(self, mm_kwargs: Mapping[str, Any]) -> Tensor:
         """The forward of images that no graph takes."""
-        return self.forward(mm_kwargs["pixel_values"], mm_kwargs["image_grid_hws"])
+        return self.get_image_features(mm_kwargs["pixel_values"], mm_kwargs["image_grid_hws"])
 
 
 class TowerGraphs(SupportsEncoderCudaGraph):
@@ -160,7 +160,7 @@ class TowerGraphs(SupportsEncoderCudaGraph):
 
     def __init__(self, tower: MoonVitPretrainedModel) -> None:
         self.vision_tower = tower
-        self.forward = tower
+        self.get_image_features = tower
         self.out_hidden_size = tower.config.hidden_size
 
 
