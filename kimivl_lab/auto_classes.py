@@ -1,6 +1,7 @@
 """Enters Kimi-VL into the tables of transformers' Auto classes, without importing transformers.
 
-After `import kimivl_lab`, `AutoConfig`, `AutoModelForImageTextToText`, `AutoProcessor` and `AutoImageProcessor` know
+After `import kimivl_lab`, `AutoConfig`, `AutoModelForImageTextToText`, `AutoProcessor`, `AutoImageProcessor` and
+`AutoTokenizer` know
 the model type "kimi_vl", and so does `pipeline("image-text-to-text")`. The `register` functions of transformers take
 classes, and making those needs torch: `import kimivl_lab` would take 3 s in place of 20 ms, and the command line's
 `--help` with it. But transformers finds its own models by tables of names, which are read when a model of that type is
@@ -26,11 +27,15 @@ _LINES: dict[str, Any] = {
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "KimiVLForConditionalGeneration",
     "PROCESSOR_MAPPING_NAMES": "KimiVLProcessor",
     "IMAGE_PROCESSOR_MAPPING_NAMES": {"pil": "KimiVLImageProcessor"},
+    "TOKENIZER_MAPPING_NAMES": "TikTokenTokenizer",
 }
 _AUTO = "transformers.models.auto"
 _MODULES = {
     f"{_AUTO}.{name}"
-    for name in ("auto_mappings", "configuration_auto", "modeling_auto", "processing_auto", "image_processing_auto")
+    for name in (
+        *("auto_mappings", "configuration_auto", "modeling_auto"),
+        *("processing_auto", "image_processing_auto", "tokenization_auto"),
+    )
 }
 
 

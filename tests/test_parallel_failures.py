@@ -10,6 +10,7 @@ import sys
 import time
 from datetime import timedelta
 from queue import Empty
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,8 +224,11 @@ def test_the_gpu_of_a_rank_with_and_without_torchrun(monkeypatch, local, gpus, e
         monkeypatch.setenv("LOCAL_RANK", local)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: joined.append(device.index))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: joined.append((backend, more["device_id"])))
-    monkeypatch.setattr(dist.GroupMember, "WORLD", object())
+    nccl = SimpleNamespace(
+        init_process_group=lambda backend, **more: joined.append((backend, more["device_id"])),
+        group=SimpleNamespace(WORLD=object()),
+    )
+    monkeypatch.setattr("kimivl_lab.parallel.groups.dist", nccl)
     if isinstance(expected, int):
         init_group("cuda")
         assert joined == [expected, ("nccl", torch.device("cuda", expected))]
