@@ -5,10 +5,13 @@ import importlib
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from kimivl_lab.bench import (
     attention,
@@ -25,6 +28,7 @@ from kimivl_lab.bench import (
     syncs,
     upload,
 )
+from kimivl_lab.bench import compare as compare_module
 from kimivl_lab.bench.compare import compare
 from kimivl_lab.bench.gpu_suite import STEPS, TESTS
 from kimivl_lab.bench.ladder import encode, rungs
@@ -32,7 +36,7 @@ from kimivl_lab.bench.peers import peers
 from kimivl_lab.bench.position_cache import policies, simulate, traffic
 from kimivl_lab.bench.towers import noise
 from kimivl_lab.measure.records import read_record, record_problems
-from kimivl_lab.measure.roofline import copy_gbps, matmul
+from kimivl_lab.measure.roofline import copy_gbps, copy_gbps_of, copy_mib, matmul
 from kimivl_lab.measure.timing import Timing
 from kimivl_lab.moonvit.position_cache import PositionCache
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
@@ -116,6 +120,88 @@ def test_a_full_encoder_run_measures_its_peak_in_the_same_rounds(small, tmp_path
     for row in (row for row in rows if row["phase"] == "forward"):
         assert row["peak_share"] == pytest.approx(row["speed_tflops"] / row["matmul_peak_tflops"], abs=2e-4, rel=0.5)
         assert row["peak_spread_ratio"] >= 1
+
+
+def event(name, *, parent=None, kernels=(), device="CPU", end=0, annotation=False):
+    """One of torch's profiler events, as it makes them: an operator with the kernels linked to it, or a kernel."""
+    made = FunctionEvent(
+        1, name, 1, 0, end, use_device="cuda", device_type=getattr(DeviceType, device), is_user_annotation=annotation
+    )
+    made.cpu_parent = parent
+    for kernel, microseconds in kernels:
+        made.append_kernel(kernel, 0, microseconds)
+    return made
+
+
+def test_a_kernels_time_is_counted_once_and_belongs_to_the_operator_that_launched_it():
+    """Each kernel is in the events twice: in its operator's `kernels`, and as an event of the device."""
+    linear = event("aten::linear")
+    operators = [
+        linear,
+        event("aten::addmm", parent=linear, kernels=[("nvjet_tst_128x256_v_bz", 1000), ("cublasLt splitKreduce", 200)]),
+        event("aten::empty", parent=linear, kernels=[("vectorized_fill", 50)]),
+        event("torch_attn::_varlen_attn", kernels=[("flash_fwd_kernel_add", 700)]),
+        event("triton_poi_fused_cat_mul_sub_0", kernels=[("triton_poi_fused_cat_mul_sub_0", 300)]),
+        event("aten::add", kernels=[("elementwise_kernel", 90), ("elementwise_kernel", 10)]),
+        event("cudaDeviceSynchronize"),
+    ]
+    on_device = [
+        event(kernel.name, device="CUDA", end=kernel.duration) for operator in operators for kernel in operator.kernels
+    ]
+    of_a_graph = [event("elementwise_kernel", device="CUDA", end=40), event("layer_norm_kernel", device="CUDA", end=60)]
+    annotation = event("ProfilerStep", device="CUDA", end=9000, annotation=True)
+    spent = encoder.spent_by_part([*operators, *on_device, *of_a_graph, annotation], cuda=True)
+    assert spent == pytest.approx(
+        dict.fromkeys(spent, 0.0)
+        | {"linear": 1.25, "attention": 0.7, "rope": 0.3, "multiply and add": 0.1, "norm": 0.06, "other": 0.04}
+    )
+    assert sum(spent.values()) == pytest.approx(
+        sum(one.time_range.elapsed_us() for one in on_device + of_a_graph) / 1e3
+    )
+
+
+def test_on_a_cpu_every_operators_own_time_is_counted_once():
+    def run():
+        return torch.nn.functional.gelu(torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64)))
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    spent = encoder.spent_by_part(profile.events(), cuda=False)
+    assert sum(spent.values()) == pytest.approx(sum(one.self_cpu_time_total for one in profile.events()) / 1e3)
+    assert spent["linear"] > 0 and spent["activation"] > 0
+
+
+def test_the_floor_is_the_rate_of_a_copy_of_as_many_bytes(monkeypatch):
+    """A small working set stays in a cache: its roof is not the memory's."""
+    options = argparse.Namespace(benchmark="rope", dtype="float32", device="cpu", seed=0, warmup=0, repeats=1)
+    measured = []
+    monkeypatch.setattr(compare_module, "copy_gbps_of", lambda count, device: measured.append(count) or count / 1e6)
+    one = torch.ones(3)
+    runs = {"right": lambda: one, "also": lambda: one.clone(), "third": lambda: one + 0}
+    rows_of = partial(compare, options, "case", runs, one, baseline="right", tolerance=1e-6, patches=3)
+    moved = {"right": 20_000_000, "also": 80_000_000, "third": 20_000_000}
+    rows = {row["variant"]: row for row in rows_of(bytes_moved=moved)}
+    assert measured == [20_000_000, 80_000_000], "each size once"
+    assert {name: row["floor_gbps"] for name, row in rows.items()} == {"right": 20.0, "also": 80.0, "third": 20.0}
+    assert {row["floor_ms"] for row in rows.values()} == {1.0}
+    (row, *_) = rows_of(bytes_moved=8_000_000, gbps=8.0)
+    assert (row["floor_ms"], row["floor_gbps"], len(measured)) == (1.0, 8.0, 2)
+
+
+def test_rates_of_copies(monkeypatch):
+    sizes = []
+
+    def timed(variants, **more):
+        (run,) = variants.values()
+        sizes.append(2 * run().nbytes)
+        return {"copy": Timing(2.0, 2.0, 2.0, 1)}
+
+    monkeypatch.setattr("kimivl_lab.measure.roofline.time_interleaved", timed)
+    assert copy_gbps_of(8_000_000) == pytest.approx(4.0) and sizes[-1] == 8_000_000
+    assert copy_gbps_of(1) > 0 and copy_gbps(mib=1) == pytest.approx(2 * 2**20 / 2e6)
+    cache = SimpleNamespace(L2_cache_size=300 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cache)
+    assert copy_mib("cuda", 256) == 600 and copy_mib("cuda", 1024) == 1024 and copy_mib("cpu", 256) == 256
 
 
 def test_a_wrong_variant_is_never_timed():

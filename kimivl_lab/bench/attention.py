@@ -57,7 +57,6 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
             tolerance=TOLERANCE[options.dtype],
             patches=len(q),
             bytes_moved=4 * q.numel() * q.element_size(),
-            gbps=options.copy_gbps,
         )
 
 

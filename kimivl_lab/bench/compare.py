@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from ..measure.accuracy import checked_errors
-from ..measure.roofline import floor_ms
+from ..measure.roofline import copy_gbps_of, floor_ms
 from ..measure.timing import Timing, time_interleaved
 from .harness import Row, columns, progress
 
-COLUMNS = columns("patches floor_ms")
+COLUMNS = columns("patches floor_ms floor_gbps")
 
 
 def compare(
@@ -28,7 +28,7 @@ def compare(
     tolerance: float,
     patches: int,
     bytes_moved: int | Mapping[str, int],
-    gbps: float,
+    gbps: float | None = None,
     checks: Mapping[str, Callable[[], Tensor]] | None = None,
     device: str | None = None,
 ) -> Iterator[Row]:
@@ -40,16 +40,19 @@ def compare(
         baseline: the variant that speed-ups are over.
         tolerance: the largest relative error that is timed; above it AssertionError, and nothing is timed.
         bytes_moved: the fewest bytes that any implementation moves, or one number for each variant.
-        gbps: this machine's bandwidth; `floor_ms` is the time to move those bytes.
+        gbps: the rate of the floor, column `floor_gbps`; `floor_ms` is the time to move those bytes at it. None: the
+            rate of a copy of as many bytes, which a cache may hold (`copy_gbps_of`).
         checks: variant -> what is compared with `want`, where it is not what is timed.
         device: whose clock times; None: the options'.
     """
     progress(f"{options.benchmark} {options.dtype} {case}")
     errors = checked_errors(checks or runs, want, tolerance)
     timings = time_variants(options, case, runs, device=device or options.device)
+    rates: dict[int, float] = {}
     for row in variant_rows(case, timings, errors, baseline):
         least = bytes_moved if isinstance(bytes_moved, int) else bytes_moved[row["variant"]]
-        yield row | {"patches": patches, "floor_ms": round(floor_ms(least, gbps), 4)}
+        rate = rates.get(least) or rates.setdefault(least, gbps or copy_gbps_of(least, device or options.device))
+        yield row | {"patches": patches, "floor_ms": round(floor_ms(least, rate), 4), "floor_gbps": round(rate, 2)}
 
 
 def time_variants(

@@ -6,19 +6,23 @@ The peer is transformers' Kimi-K2.5 tower with scaled_dot_product_attention. The
 depend on them. Every variant is compared with the float32 reference before it is timed.
 `peak_share` is the share of this machine's own matrix-product rate. That rate is measured in the same rounds, by the
 faster of torch's product and, where it runs, our own; `peak_spread_ratio` is its noise. A quick run measures no rate.
-The rows of the phase "part" split one of our forwards by kind of operator (the profiler's self time).
+The rows of the phase "part" split one of our forwards by kind of operator: the profiler's self time, on a GPU that of
+the kernels which an operator launched.
 
 Test: tests/test_benchmarks.py. Record: encoder__*.csv.
 """
 
 import argparse
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from ..geometry import GridLike
 from ..kernels.packed_linear import PACKED_KERNELS, packed_unavailable
@@ -40,13 +44,13 @@ CASES: dict[str, Sequence[GridLike]] = {
 }
 PRODUCTS = 8  # the first after a tower finds cold caches, and is no peak
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
-PARTS = {
+PARTS = {  # in the order of looking up: compiled code is the rotation's, though its names hold "mul" and "cat"
+    "rope": ("rotate", "triton", "torch-compiled"),
     "linear": ("linear", "addmm", "aten::mm", "convolution"),
     "attention": ("attention", "varlen", "flash"),
     "norm": ("norm",),
-    "rope": ("rotate",),
     "activation": ("gelu",),
-    "copy": ("copy", "cat", "contiguous", "to_copy", "index_select"),
+    "copy": ("copy", "cat", "contiguous", "to_copy", "index_select", "memcpy"),
     "multiply and add": ("mul", "add"),
 }
 COLUMNS = harness.columns("phase patches speed_tflops matmul_peak_tflops peak_share peak_spread_ratio peak_mem_mib")
@@ -122,17 +126,50 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
 
 
 def parts(run: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of one call by kind of operator."""
+    """Milliseconds of one call by kind of operator: of the device where there is a GPU, else of the processor."""
     cuda = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
     with torch.profiler.profile(activities=activities) as profile:
         run()
+        if cuda:
+            torch.cuda.synchronize()
+    return spent_by_part(profile.events() or [], cuda=cuda)
+
+
+def spent_by_part(events: Iterable[FunctionEvent], *, cuda: bool) -> dict[str, float]:
+    """Milliseconds of the profiler's `events` by part; each kernel or operator counts once.
+
+    An operator's own time belongs to the first part that its name, or that of an operator around it, has a word of. On
+    a GPU an operator's time is that of the kernels that it launched itself. Kernels have no part by their own names,
+    which say little (nvjet_..., sm90_xmma_...), except those that no operator launched.
+    """
     spent = dict.fromkeys((*PARTS, "other"), 0.0)
-    for event in profile.key_averages():
-        name = event.key.lower()
-        part = next((part for part, words in PARTS.items() if any(word in name for word in words)), "other")
-        spent[part] += (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
+    unlinked: Counter[str] = Counter()  # microseconds by kernel
+    for event in events:
+        if event.device_type != DeviceType.CPU:
+            if not event.is_user_annotation:
+                unlinked[event.name] += event.time_range.elapsed_us()
+        elif not cuda:
+            spent[_part_of(event)] += event.self_cpu_time_total / 1e3
+        else:
+            for kernel in event.kernels:
+                spent[_part_of(event)] += kernel.duration / 1e3
+                unlinked[kernel.name] -= kernel.duration
+    for name, microseconds in unlinked.items():
+        spent[_part_named(name) or "other"] += max(0.0, microseconds) / 1e3
     return spent
+
+
+def _part_of(event: FunctionEvent | None) -> str:
+    while event is not None:
+        if part := _part_named(event.name):
+            return part
+        event = event.cpu_parent
+    return "other"
+
+
+def _part_named(name: str) -> str | None:
+    return next((part for part, words in PARTS.items() if any(word in name.lower() for word in words)), None)
 
 
 def summary(rows: list[harness.Row]) -> dict[str, Any]:

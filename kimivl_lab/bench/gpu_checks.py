@@ -29,11 +29,13 @@ from ..geometry import GridLike
 from ..graphs.runner import EncoderCudaGraphRunner
 from ..kernels.packed_attention import WITHOUT_BACKWARD, attention_unavailable
 from ..kernels.rotation import rotate_compiled, rotate_complex
+from ..measure.roofline import copy_gbps_of
 from ..moonvit.attention import ATTENTION_BACKENDS
 from ..moonvit.metadata import EncoderMetadata
 from ..moonvit.model import MoonVitPretrainedModel
 from ..syncs.counter import count_host_syncs
 from . import harness
+from .encoder import parts
 from .towers import noise
 
 GRIDS: Sequence[GridLike] = ((4, 6), (2, 2), (10, 4))
@@ -167,6 +169,26 @@ def two_streams(device: torch.device) -> None:
             _compare(got, right, 1e-4)
 
 
+def kernel_time_once(device: torch.device) -> None:
+    """The parts of a profiled forward add up to no more than the time that it took."""
+    tower, pixels = _tower(device, torch.bfloat16), noise(GRIDS, 0).to(device)
+    tower(pixels, GRIDS)
+    _synchronize(device)
+    start = time.perf_counter()
+    spent = parts(lambda: tower(pixels, GRIDS))
+    _synchronize(device)
+    took = (time.perf_counter() - start) * 1e3
+    assert 0 < sum(spent.values()) <= took, f"{sum(spent.values()):.3f} ms in {took:.3f} ms: {spent}"
+    assert spent["linear"] and spent["attention"], f"no time in linear layers or attention: {spent}"
+
+
+def second_level_cache(device: torch.device) -> None:
+    """The rate of a copy is measured at 16 MiB, in the second-level cache, and at 512 MiB, in memory."""
+    _needs_cuda(device)
+    small, large = copy_gbps_of(16 * 2**20, device), copy_gbps_of(2**29, device)
+    assert small > 0.5 * large, f"{small:.0f} GB/s for 16 MiB, {large:.0f} GB/s for 512 MiB"
+
+
 def out_of_memory(device: torch.device) -> None:
     """Too large a request stays an out-of-memory error, and the tower works after it."""
     _needs_cuda(device)
@@ -202,6 +224,8 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "weights_announced": weights_announced,
     "no_waits": no_waits,
     "two_streams": two_streams,
+    "kernel_time_once": kernel_time_once,
+    "second_level_cache": second_level_cache,
     "compiler": compiler,
     "compiled_rotation": compiled_rotation,
     "out_of_memory": out_of_memory,
@@ -239,6 +263,11 @@ def _needs_cuda(device: torch.device) -> None:
 def _tower(device: torch.device, dtype: torch.dtype) -> MoonVitPretrainedModel:
     torch.manual_seed(0)
     return MoonVitPretrainedModel(MoonViTConfig.preset("tiny")).eval().requires_grad_(False).to(device, dtype)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _compare(got: Tensor, want: Tensor, tolerance: float) -> None:

@@ -84,7 +84,6 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
                 tolerance=0.0,
                 patches=sum(patch_counts(grids)),
                 bytes_moved=sum(tensor.nbytes for tensor in builders["plain"]().values()),
-                gbps=options.copy_gbps,
                 checks={name: partial(in_one, build) for name, build in builders.items()},
                 device=device,
             )

@@ -90,7 +90,6 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
             tolerance=TOLERANCE[options.dtype],
             patches=sum(patch_counts(grids)),
             bytes_moved={name: least_bytes(module.weight, grids, hit=name == "cache_hit") for name in runs},
-            gbps=options.copy_gbps,
         )
 
 

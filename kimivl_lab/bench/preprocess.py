@@ -101,7 +101,6 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
                 tolerance=0.0,
                 patches=len(want),
                 bytes_moved=want.numel() * (1 + want.element_size()),
-                gbps=options.copy_gbps,
                 checks=runs | {"uint8": partial(normalised, runs["uint8"])},
             )
 

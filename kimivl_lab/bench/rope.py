@@ -66,7 +66,6 @@ def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
             tolerance=TOLERANCE[options.dtype],
             patches=len(qkv),
             bytes_moved=2 * work.numel() * work.element_size() + cos_sin.nbytes,
-            gbps=options.copy_gbps,
             checks={name: partial(turned, name, qkv, cos_sin) for name in names},
         )
 
