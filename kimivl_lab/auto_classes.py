@@ -1,11 +1,10 @@
 """Enters Kimi-VL into the tables of transformers' Auto classes, without importing transformers.
 
 After `import kimivl_lab`, `AutoConfig`, `AutoModelForImageTextToText`, `AutoProcessor`, `AutoImageProcessor` and
-`AutoTokenizer` know
-the model type "kimi_vl", and so does `pipeline("image-text-to-text")`. The `register` functions of transformers take
-classes, and making those needs torch: `import kimivl_lab` would take 3 s in place of 20 ms, and the command line's
-`--help` with it. But transformers finds its own models by tables of names, which are read when a model of that type is
-asked for. `enter_names` writes such lines: at once into the tables that are there, into the others once they exist.
+`AutoTokenizer` know the model type "kimi_vl", and so does `pipeline("image-text-to-text")`. The `register` functions of
+transformers take classes, which need torch: `import kimivl_lab` and the command line's `--help` would wait for it. But
+transformers finds its own models by tables of names, which are read when a model of that type is asked for.
+`enter_names` writes such lines: at once into the tables that are there, into the others once they exist.
 
 The classes here are taken before a class for "kimi_vl" that a later transformers may have; that one still can be
 imported by its name. Code of a checkpoint (`auto_map`) is never run, `trust_remote_code=True` included: transformers

@@ -1,5 +1,6 @@
 """Whole checkpoints in the published layout: loaded strictly, written back byte for byte, and nothing of them run."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from kimivl_lab import EncoderOptions, KimiVLConfig, KimiVLForConditionalGeneration
+import kimivl_lab
+from kimivl_lab import EncoderOptions, KimiVLConfig, KimiVLForConditionalGeneration, auto_classes
 from kimivl_lab.config import published_config
 from kimivl_lab.kimi_vl.published import published_shapes as expected_shapes
 from kimivl_lab.measure.memory import peak_memory_mib
@@ -254,6 +256,16 @@ def test_the_auto_classes_know_the_model_in_either_order_of_imports(tiny):
     )
     done = subprocess.run([sys.executable, "-c", program, tiny[0]], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"]
+
+
+def test_a_class_of_transformers_for_the_same_model_type_gives_way(monkeypatch):
+    tables = importlib.import_module("transformers.models.auto.configuration_auto")
+    monkeypatch.setitem(tables.CONFIG_MAPPING_NAMES, "kimi_vl", "LlavaConfig")
+    monkeypatch.setitem(tables.SPECIAL_MODEL_TYPE_TO_MODULE_NAME, "kimi_vl", "llava")
+    assert type(AutoConfig.for_model("kimi_vl")) is not KimiVLConfig
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
+    auto_classes.enter_names(kimivl_lab)
+    assert type(AutoConfig.for_model("kimi_vl")) is KimiVLConfig
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """The whole model: equal to transformers' own parts put together by hand, in every way it is called."""
 
+import json
+
 import pytest
 import torch
-from transformers import DeepseekV3ForCausalLM
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, DeepseekV3ForCausalLM
 from transformers.models.kimi_k25 import modeling_kimi_k25 as k25
 
 from kimivl_lab import EncoderOptions, KimiVLForConditionalGeneration
 from kimivl_lab.bench.peers import grid_thw, kimi_k25_tower
+from kimivl_lab.kimi_vl.random_checkpoint import write_random_checkpoint
 from tests.conftest import pixels_for, relative_error
 from tests.test_checkpoint import write_checkpoint
 from tests.tiny_kimi_vl import PAD, PLACEHOLDER, VOCABULARY, tiny_json, write_tiny
@@ -213,6 +217,17 @@ def test_F6_nine_placeholders_for_ten_features(model, call):
     assert not tower and not language
 
 
+@pytest.mark.parametrize("call", ["forward", "generate"])
+def test_F6_equal_sums_whose_images_run_over_into_the_next_prompt(model, call):
+    """Each of two prompts has one image of 4 and 6 tokens, and 5 placeholders."""
+    ids = torch.tensor([[1, *[PLACEHOLDER] * 5, 2], [3, *[PLACEHOLDER] * 5, 4]])
+    images = {"pixel_values": pixels_for([(2, 8), (4, 6)]), "image_grid_hws": [(2, 8), (4, 6)]}
+    language = calls_of(model.language_model)
+    with pytest.raises(ValueError, match=r"the 5 image placeholders of prompt 0 .*\[4, 6\]"):
+        model(ids, **images) if call == "forward" else model.generate(ids, **images, **GREEDY)
+    assert not language
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -224,7 +239,9 @@ def test_F6_nine_placeholders_for_ten_features(model, call):
         (lambda inputs: inputs | {"pixel_values": inputs["pixel_values"][:-1]}, "23 patches.*24"),
         (lambda inputs: inputs | {"inputs_embeds": torch.zeros(1, 4, 64)}, "inputs_embeds"),
         (lambda inputs: {"inputs_embeds": torch.zeros(1, 4, 64), "pixel_values": inputs["pixel_values"]}, "images"),
-        (lambda inputs: {}, "input_ids or inputs_embeds"),
+        (lambda inputs: {"input_ids": inputs["input_ids"][0]}, r"\(B, S\)"),
+        (lambda inputs: {"input_ids": inputs["input_ids"], "image_embeds": torch.zeros(6, 65)}, r"\(T, 64\).*65"),
+        (lambda inputs: {}, "input_ids.*or inputs_embeds"),
     ],
 )
 def test_inputs_that_do_not_fit_together_are_refused(model, change, named):
@@ -369,3 +386,21 @@ def test_encoder_options_and_graphs_in_one_place(checkpoint):
     model.set_graphs([16, 32], max_images=4)
     assert torch.equal(model.generate(**inputs, **GREEDY), want)
     assert model.graph_runner is not None and model.graph_runner.stats.hits == 1
+
+
+@pytest.mark.parametrize(("limit", "tokens"), [(4096, 1089), (16384, 1296)])
+def test_processor_and_model_of_one_folder_agree(tmp_path, limit, tokens):
+    """For both published limits; images that another limit resized are refused with both numbers."""
+    write_random_checkpoint(tmp_path, vocab_size=1024)
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**settings, "in_token_limit": limit}))
+    processor, model = AutoProcessor.from_pretrained(tmp_path), AutoModelForImageTextToText.from_pretrained(tmp_path)
+    image = Image.new("RGB", (1000, 1000), "teal")
+    inputs = processor(images=[image], text=["before <|media_pad|> after"], return_tensors="pt")
+    assert int((inputs["input_ids"] == processor.image_token_id).sum()) == tokens
+    assert processor.image_token_id == model.config.media_placeholder_token_id
+    assert model.generate(**inputs, max_new_tokens=1).shape == (1, inputs["input_ids"].shape[1] + 1)
+    other = processor(images=[Image.new("RGB", (28, 28))], text=["<|media_pad|>"], return_tensors="pt")
+    images = {name: other[name] for name in ("pixel_values", "image_grid_hws")}
+    with pytest.raises(ValueError, match=rf"{tokens} image placeholders for 1 "):
+        model.generate(**(inputs | images), max_new_tokens=1)

@@ -13,6 +13,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
 
     `attn_implementation` is transformers' for the language model. "eager", "sdpa" and "flash_attention_2" also choose
     the encoder's attention, unless `options` are given; a dictionary, `{"text_config": "sdpa"}`, chooses for one part.
+
+    Ranks that share the encoder's work (`set_encoder_parallel`) each hold the whole language model. All of them make
+    each call with the same prompts and images.
     """
 
     main_input_name = "input_ids"
@@ -183,15 +187,18 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
             kwargs: what else `DeepseekV3ForCausalLM` takes.
 
         Raises:
-            ValueError: another number of placeholders than of image features, with both numbers, before anything is
-                computed; pixels without grids, or together with `image_embeds` or `inputs_embeds`.
+            ValueError: another number of placeholders than of image features, with both numbers, or a prompt that ends
+                within an image, before anything is computed; pixels without grids, or together with `image_embeds` or
+                `inputs_embeds`.
         """
         caches = {"cache": cache, "past_key_values": past_key_values}  # the language model knows one of the names
         caches = {name: value for name, value in caches.items() if value is not None}
         if inputs_embeds is None:
             images = pixel_values, image_grid_hws, image_embeds
-            if any(value is not None for value in images) or not _cached_length(caches):
-                self._check_placeholders(input_ids, *images)  # behind a cache a placeholder may be a sampled id
+            # Behind a cache a placeholder may be a sampled id. A single id is: no cache need be read from the device.
+            sampled = caches and input_ids is not None and (input_ids.shape[1] == 1 or _cached_length(caches) > 0)
+            if not sampled or any(value is not None for value in images):
+                self._check_placeholders(input_ids, *images)
             inputs_embeds = self._embed(input_ids, *images)
         elif input_ids is not None or pixel_values is not None or image_embeds is not None:
             raise ValueError("inputs_embeds hold the image features already: give no input_ids and no images with them")
@@ -217,20 +224,29 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
         image_embeds: Tensor | None,
     ) -> None:
         """ValueError unless the ids have a placeholder for each image feature."""
-        if input_ids is None:
-            raise ValueError("give input_ids or inputs_embeds")
+        if input_ids is None or input_ids.ndim != 2:
+            raise ValueError(f"give input_ids (B, S) or inputs_embeds, got {getattr(input_ids, 'shape', None)}")
         if (pixel_values is None) != (image_grid_hws is None):
             raise ValueError("give pixel_values and image_grid_hws together")
         if pixel_values is not None and image_embeds is not None:
             raise ValueError("give pixel_values or image_embeds, not both")
-        features = 0
+        hidden = self.config.text_config.hidden_size
+        if image_embeds is not None and (image_embeds.ndim != 2 or image_embeds.shape[1] != hidden):
+            raise ValueError(f"image_embeds must be (T, {hidden}), got {tuple(image_embeds.shape)}")
+        tokens: list[int] = []
         if image_grid_hws is not None:
-            features = sum(token_counts(as_grid_list(image_grid_hws), self.config.vision_config.merge_kernel_size))
-        elif image_embeds is not None:
-            features = image_embeds.shape[0]
-        placeholders = int((input_ids == self.config.media_placeholder_token_id).sum())
-        if placeholders != features:
-            raise ValueError(f"input_ids hold {placeholders} image placeholders for {features} image features")
+            tokens = token_counts(as_grid_list(image_grid_hws), self.config.vision_config.merge_kernel_size)
+        features = sum(tokens) if image_embeds is None else image_embeds.shape[0]
+        placeholders = (input_ids == self.config.media_placeholder_token_id).sum(-1).tolist()
+        if sum(placeholders) != features:
+            raise ValueError(f"input_ids hold {sum(placeholders)} image placeholders for {features} image features")
+        ends = {0, *accumulate(tokens)}
+        for prompt, end in enumerate(accumulate(placeholders)):
+            if image_embeds is None and end not in ends:
+                raise ValueError(
+                    f"the {placeholders[prompt]} image placeholders of prompt {prompt} are no whole images: the images "
+                    f"have {tokens} features"
+                )
 
     def _embed(
         self,
@@ -266,7 +282,7 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
         The patches of all images are packed in one tensor: transformers would repeat each patch.
         """
         pixels, grids, embeds = (kwargs.pop(name, None) for name in _IMAGE_INPUTS)
-        if input_ids is not None and (pixels is not None or embeds is not None):
+        if input_ids is not None and any(value is not None for value in (pixels, grids, embeds)):
             new_ids = input_ids[:, _cached_length(kwargs) :]  # of a conversation the images of earlier calls are cached
             self._check_placeholders(new_ids, pixels, grids, embeds)
             if embeds is None:

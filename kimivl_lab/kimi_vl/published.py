@@ -1,10 +1,10 @@
 """The published form of a whole checkpoint: which tensors it holds, and how they become the model's parameters.
 
 Only the experts differ: a file holds three matrices for each expert, the model two tensors for all experts of a layer.
-transformers can convert one into the other. It is asked here for the names and shapes of the published form, and it
-writes them on save. It is not used on load, where it keeps every matrix until its layer is stacked: that took up to 2.2
-times the checkpoint's size. Here each matrix is read into its place in the stacked tensor, and files are read, not
-mapped, because each used page of a mapped file counts as memory of the process.
+transformers converts one into the other. It tells the names and shapes of the published form here, and it writes that
+form on save. On load it would keep every matrix until its layer is stacked, beside the used pages of mapped files,
+which count as memory of the process. Here files are read, not mapped, and each matrix is read into its place in the
+stacked tensor.
 
 Test: tests/test_kimi_vl_checkpoint.py.
 """
