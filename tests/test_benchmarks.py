@@ -38,6 +38,7 @@ from kimivl_lab.bench.towers import noise
 from kimivl_lab.measure.records import read_record, record_problems
 from kimivl_lab.measure.roofline import copy_gbps, copy_gbps_of, copy_mib, matmul
 from kimivl_lab.measure.timing import Timing
+from kimivl_lab.moonvit.model import MoonVitPretrainedModel
 from kimivl_lab.moonvit.position_cache import PositionCache
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
@@ -75,6 +76,14 @@ def small(monkeypatch):
     monkeypatch.setattr(syncs, "IMAGES", (1, 2))
     for module in (harness, upload):
         monkeypatch.setattr(module, "copy_gbps", partial(copy_gbps, mib=1))
+    prepare = MoonVitPretrainedModel.prepare_encoder_metadata
+
+    def prepare_by_cache(tower, *arguments, **more):
+        made_in_inference_mode = any(weight.is_inference() for weight in tower.parameters())
+        assert not made_in_inference_mode, "on a GPU nothing would be cached of such weights"
+        return prepare(tower, *arguments, **more)
+
+    monkeypatch.setattr(MoonVitPretrainedModel, "prepare_encoder_metadata", prepare_by_cache)
     monkeypatch.setattr("gc.collect", lambda: 0)  # before each peak of memory: slow amid all that a test run imported
 
 

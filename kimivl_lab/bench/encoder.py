@@ -80,7 +80,7 @@ def peak_of(products: Mapping[str, Timing], device: torch.device) -> tuple[float
     return PRODUCTS * matmul_tflops(fastest, device), fastest.p80_ms / fastest.p20_ms
 
 
-@torch.inference_mode()
+@torch.no_grad()  # weights made in inference mode are cached nowhere on a GPU
 def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
     """The rows of one record."""
     exact, tower = reference_and_tower(options)

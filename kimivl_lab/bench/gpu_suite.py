@@ -151,9 +151,11 @@ def run_step(step: Step, options: argparse.Namespace, limit: float) -> dict[str,
     text = log.read_text(errors="replace")
     if why is None and process.returncode:
         status, why = "failed", _ended(process.returncode)
-    result = _document(text) or ({"tests": _last_lines(text, 1)} if step.module == TESTS else None)
-    if step.module == TESTS and (left_out := {str(f): m for f, m in gpu_ready.gpu_tests().items() if m}):
-        result = {**(result or {}), "left_out": {file: f"needs {', '.join(names)}" for file, names in left_out.items()}}
+    if step.module == TESTS:
+        left_out = {str(file): missing for file, missing in gpu_ready.gpu_tests().items() if missing}
+        result = {"tests": _last_lines(text, 1), "left_out_for_want_of": left_out}
+    else:
+        result = _document(text)
     return {
         "status": status,
         **({"why": f"{why}: {_last_lines(text)}"} if why else {}),
@@ -239,9 +241,12 @@ def run_steps(steps: Sequence[Step], options: argparse.Namespace) -> dict[str, A
                     _show(f"=== {step.name} {found['status']}: {found['why']}\n")
                 _write(results, options)
                 if found["status"] == "interrupted":
-                    raise Interrupted
-        except Interrupted:
+                    raise Interrupted(found["why"])
+        except Interrupted as reason:
             results["interrupted"] = True
+            for found in results["steps"].values():
+                if found["status"] == "running":
+                    found |= {"status": "interrupted", "why": str(reason)}
         _write(results, options)
     return results
 

@@ -164,7 +164,7 @@ def crossover(rows: list[harness.Row]) -> int | None:
     return slow
 
 
-@torch.inference_mode()
+@torch.no_grad()  # weights made in inference mode are cached nowhere on a GPU
 def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
     """The rows of one record."""
     yield from host_rows(options)

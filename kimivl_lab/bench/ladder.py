@@ -123,7 +123,7 @@ def batches(quick: bool, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
-@torch.inference_mode()
+@torch.no_grad()  # weights made in inference mode are cached nowhere on a GPU
 def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
     """The rows of one record: of each batch every rung, checked and then timed."""
     exact, tower = reference_and_tower(options)

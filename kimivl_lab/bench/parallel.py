@@ -187,13 +187,13 @@ class RankBench:
         return time_on_ranks(runs, self.group, torch.device(self.options.device), repeats=repeats)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # weights made in inference mode are cached nowhere on a GPU
 def check(options: argparse.Namespace) -> list[Row]:
     """On every rank: the rows of the phase "check"."""
     return list(RankBench.join(options).rows("check", f"{len(CHECK_GRIDS)} mixed", CHECK_GRIDS))
 
 
-@torch.inference_mode()
+@torch.no_grad()  # weights made in inference mode are cached nowhere on a GPU
 def measure(options: argparse.Namespace, checked: list[Row]) -> Row:
     """On every rank: the other phases; rank 0 writes the record. Returns the summary."""
     bench = RankBench.join(options)

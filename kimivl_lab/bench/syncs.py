@@ -125,7 +125,7 @@ def price(options: argparse.Namespace) -> Iterator[harness.Row]:
             yield row | {"read_cost_us": round(added / reads * 1e3, 3) if reads else None}
 
 
-@torch.inference_mode()
+@torch.no_grad()  # weights made in inference mode are cached nowhere on a GPU
 def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
     """The rows of one record."""
     yield from count_and_time(options)
