@@ -1,11 +1,16 @@
 """What goes to the device, the grids' arrays and the pixels, each by one copy that does not wait (fault H5)."""
 
+import weakref
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kimivl_lab.kernels.memory import ALIGNMENT, PackedArrays, upload
+from kimivl_lab import EncoderCudaGraphRunner
+from kimivl_lab.graphs.trace import TraceBackend
+from kimivl_lab.kernels.memory import ALIGNMENT, PackedArrays, reserve_pinned, upload
 from kimivl_lab.moonvit.metadata import build_merge_gather_idx, grid_arrays_reference, pack_grid_arrays
 from kimivl_lab.moonvit.rope import Rope2DPosEmb
 from kimivl_lab.syncs.counter import HostSyncCounter, on_device
@@ -109,6 +114,55 @@ def test_pixels_go_up_once_from_fresh_pinned_memory(dtype):
     one, other = counter.sources
     assert len({tensor.untyped_storage().data_ptr() for tensor in (pixels, one, other)}) == 3
     assert torch.equal(first.cpu(), kept) and not second.any()
+
+
+class PinnedStore:
+    """torch's store of pinned memory: blocks of powers of two, and the driver where none is free."""
+
+    def __init__(self):
+        self.free, self.from_the_driver, self.live = Counter(), [], []
+
+    def empty(self, size, *, pin_memory=False, **more):
+        assert pin_memory and more["device"] == "cpu"
+        rounded = 1 << max(size - 1, 0).bit_length()
+        if self.free[rounded]:
+            self.free[rounded] -= 1
+        else:
+            self.from_the_driver.append(rounded)
+        block = torch.zeros(size, dtype=more["dtype"])
+        weakref.finalize(block, self.free.update, [rounded])
+        return block
+
+
+@pytest.mark.parametrize("nbytes", [1, 5, 4096, 5000])
+def test_reserved_pinned_memory_serves_every_smaller_upload_without_the_driver(nbytes, monkeypatch):
+    store = PinnedStore()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", store.empty)
+        sizes = reserve_pinned(nbytes, copies=2)
+        assert sum(sizes) <= 8 * nbytes and sizes == sorted(store.from_the_driver)
+        del store.from_the_driver[:]
+        for size in {1, max(1, nbytes // 2), nbytes - nbytes // 3, nbytes}:
+            two = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+            assert len(two) == 2 and store.from_the_driver == [], size
+            del two
+    monkeypatch.undo()
+    assert reserve_pinned(nbytes) == [], "nothing without a GPU"
+
+
+def test_a_runner_on_a_gpu_reserves_for_its_largest_batch_after_its_captures(monkeypatch):
+    """After them, because torch empties its store of pinned memory at each capture."""
+    order = []
+    monkeypatch.setattr("kimivl_lab.graphs.runner.reserve_pinned", lambda nbytes: order.append(nbytes))
+    capture = TraceBackend.capture
+    monkeypatch.setattr(
+        TraceBackend, "capture", lambda *args, **more: order.append("capture") or capture(*args, **more)
+    )
+    for dtype, largest in ((torch.bfloat16, 16 * 588 * 4), (torch.float32, 16 * 588 * 4)):
+        EncoderCudaGraphRunner(tiny_tower().to(dtype), [1, 4]).capture()
+        assert order == ["capture", "capture", largest]
+        del order[:]
 
 
 def test_what_need_not_be_copied_is_not():

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup, get_backend
 from ..checks import as_positive
 from ..config import MoonViTConfig
 from ..geometry import GridLike, as_grid_list, patch_counts, token_counts
+from ..kernels.memory import reserve_pinned
 from ..kernels.streams import StreamOrder
 from ..moonvit.attention import attends_all_pairs
 from ..moonvit.flops import pair_rows
@@ -211,6 +212,8 @@ class EncoderCudaGraphRunner:
         all_pairs = attends_all_pairs(attend, self.device, lengths_on_host=False)
         self._captured = Captured(graphs, inputs, weights, all_pairs)
         self._order.mark()
+        pixels = buffers["pixel_values"]  # a host's float32 pixels are cast on the device
+        reserve_pinned(max(pixels.numel() * (4 if pixels.is_floating_point() else 1), inputs.nbytes - pixels.nbytes))
         return self._captured
 
     @torch.no_grad()

@@ -6,7 +6,11 @@ host data to a device without making the host wait.
 Why copies start in pinned memory: the driver copies ordinary, pageable memory only after staging it, and the host may
 wait for that. Pinned memory is copied while the host continues, so it must not be rewritten before the copy has run.
 `upload` therefore takes fresh pinned memory in every call. torch records an event behind the copy and reuses freed
-pinned memory only after this event has passed.
+pinned memory only after this event has passed, so torch's own store is the ring of buffers that other programs keep.
+The store is empty at first and after each capture of a CUDA graph. What it lacks comes from the driver, which pins
+pages and may wait for the device, unseen by `HostSyncCounter`. `reserve_pinned` fills it ahead of the first request; a
+runner calls it after its captures. What remains is the host's own copy into pinned memory, one thread's: a caller that
+gives a pinned tensor saves it.
 
 Test: tests/test_metadata_upload.py. Record: metadata__*.csv.
 """
@@ -70,6 +74,25 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda" and not tensor.is_pinned():
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)
+
+
+def reserve_pinned(nbytes: int, copies: int = 2) -> list[int]:
+    """Makes pinned memory for later uploads of up to `nbytes` bytes, so that they wait for no allocation.
+
+    Use it once, before the first request, on a machine with a GPU; without one nothing is done. torch keeps blocks of
+    powers of two, so `copies` of each power up to the first that holds `nbytes` are allocated and given back: about
+    `4 * copies * nbytes` bytes at most. More uploads at a time than `copies` allocate as before.
+
+    Returns:
+        The sizes in bytes. Example: 5 bytes and 2 copies give [1, 1, 2, 2, 4, 4, 8, 8].
+    """
+    if not torch.cuda.is_initialized():
+        return []
+    powers = range(max(nbytes - 1, 0).bit_length() + 1)
+    sizes = [2**power for power in powers for _ in range(copies)]
+    # All together: a block that is given back at once would be handed out again for the next copy.
+    blocks = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) for size in sizes]
+    return [block.nbytes for block in blocks]
 
 
 class PackedArrays:
