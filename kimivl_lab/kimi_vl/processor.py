@@ -39,8 +39,6 @@ class KimiVLProcessor(ProcessorMixin):
         ValueError: the tokenizer cuts `<|media_pad|>` into several tokens.
     """
 
-    valid_processor_kwargs: Any = None
-
     def __init__(
         self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **kwargs: Any
     ) -> None:
