@@ -125,6 +125,7 @@ class OnGpu(EncoderCudaGraphRunner):
 @pytest.fixture
 def runner(streams, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", Recorded.record_stream)
+    monkeypatch.setattr("kimivl_lab.graphs.runner.reserve_pinned", lambda nbytes: None)  # a CPU cannot pin memory
     tower = small_tower()
     made, grids = OnGpu(tower, [4, 16], max_images=2), [(4, 4)]
     real = made.capture()
