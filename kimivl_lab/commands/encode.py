@@ -7,7 +7,6 @@ Test: tests/test_cli.py, tests/test_faults_commands.py.
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor
-from transformers.utils import logging
 
 from ..config import KimiVLConfig, MoonViTConfig
 from ..geometry import Grid, as_grid_list
@@ -28,6 +26,7 @@ from ..kimi_vl.encoder import KimiVLEncoder
 from ..measure.provenance import versions
 from ..moonvit.merger import split_image_features
 from ..moonvit.model import MoonVitPretrainedModel
+from .checkpoints import device_of, loading
 from .feature_file import FeatureFile
 from .output import CommandError, on_one_line, progress_bar, show, tell
 
@@ -69,7 +68,7 @@ class _Image:
 
 def run(arguments: argparse.Namespace) -> int:
     """Encodes the images, writes their features, prints one line for each image."""
-    device = _device(arguments.device)
+    device = device_of(arguments.device)
     try:
         found = find_images(arguments.images, arguments.recursive)
     except (ValueError, OSError) as error:
@@ -164,12 +163,6 @@ def _encode_batch(
         outcome.encoded.append(EncodedImage(image.name, image.size, image.grid, ms_per_patch * image.grid.patches))
 
 
-def _device(name: str) -> str:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise CommandError("--device cuda: torch finds no CUDA device here")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
 def _load(arguments: argparse.Namespace) -> tuple[KimiVLImageProcessor, Any]:
     """The image processor and the model, which is called with pixel values and grids."""
     model_class: Any = KimiVLEncoder if arguments.projected else MoonVitPretrainedModel
@@ -188,21 +181,11 @@ def _load(arguments: argparse.Namespace) -> tuple[KimiVLImageProcessor, Any]:
 def _load_checkpoint(
     folder: Path, model_class: Any, dtype: torch.dtype, settings: dict[str, Any]
 ) -> tuple[KimiVLImageProcessor, Any]:
-    if not os.path.isfile(folder / "config.json"):  # unlike Path.is_file, False for a name that is too long
-        raise CommandError(f"--checkpoint {folder}: no config.json there")
-    verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # its report would list the projector and the language model as unexpected
-    try:
+    with loading(folder):
         model = model_class.from_pretrained(folder, dtype=dtype)
         if (folder / "preprocessor_config.json").is_file():
             return KimiVLImageProcessor.from_pretrained(folder, **settings), model
         return KimiVLImageProcessor(**settings), model
-    except Exception as error:  # damaged files make transformers raise almost anything
-        named = "" if str(folder) in str(error) else f"{folder}: "
-        raise CommandError(f"--checkpoint {named}{error}") from error
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _metadata(arguments: argparse.Namespace) -> dict[str, str]:

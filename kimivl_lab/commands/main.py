@@ -1,5 +1,6 @@
 """The command line, `kimivl-lab`: `encode` makes features from image files, `plan` makes graph budgets from image
-sizes, `advise` makes a page of decisions for a server, `info` says what this machine offers.
+sizes, `advise` makes a page of decisions for a server, `chat` answers questions about images, `make-checkpoint` writes
+a small random model, `info` says what this machine offers.
 
 Each command is a module of this package with a function `run(arguments)`, which returns the exit status: 0, or 2 after
 anything that the user can mend. The module is imported when its command runs, so that `--help` answers at once.
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     try:
         arguments = _parser().parse_args(argv)
-        return import_module(f".{arguments.command}", __package__).run(arguments)
+        return import_module(f".{arguments.command.replace('-', '_')}", __package__).run(arguments)
     except CommandError as error:
         tell("error", str(error))
     except MemoryError as error:
@@ -52,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_encode(commands)
     _add_plan(commands)
     _add_advise(commands)
+    _add_chat(commands)
+    _add_make_checkpoint(commands)
     commands.add_parser("info", help="this machine, the versions, and the kernels that run here")
     return parser
 
@@ -101,6 +104,40 @@ def _add_advise(commands: Any) -> None:
     command.add_argument("--markdown", action="store_true", help="print Markdown instead of a table")
 
 
+def _add_chat(commands: Any) -> None:
+    command = commands.add_parser("chat", help="a checkpoint's answer to a question about images")
+    add = command.add_argument
+    count = partial(add, type=_positive, metavar="N")
+    words = "image files, then the question in quotes; without a question a terminal asks for several"
+    add("words", nargs="*", metavar='IMAGE... "QUESTION"', help=words)
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="a whole Kimi-VL, tokenizer included")
+    add("--system", metavar="TEXT", help="the system's message (default: the template's)")
+    count("--max-new-tokens", default=256, help="most tokens of an answer (default: 256)")
+    add("--temperature", type=_temperature, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)")
+    add("--seed", type=_seed, default=0, metavar="N", help="of the samples (default: 0)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: auto, the checkpoint's")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto, a GPU if there is one")
+    add("--attention", default="auto", metavar="NAME", help="of the encoder, a name that `kimivl-lab info` lists")
+    count("--in-token-limit", help="most patches of an image before padding (default: the checkpoint's)")
+
+
+def _add_make_checkpoint(commands: Any) -> None:
+    command = commands.add_parser(
+        "make-checkpoint", help="a small Kimi-VL with random weights, in the published layout"
+    )
+    add = command.add_argument
+    count = partial(add, type=_positive, metavar="N")
+    add("folder", type=Path, metavar="DIR", help="the folder to write")
+    add("--force", action="store_true", help="also into a folder that is not empty")
+    add("--seed", type=_seed, default=0, metavar="N", help="of the weights (default: 0)")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
+    count("--vocab-size", default=163840, help="ids, 512 or more (default: 163840, as published)")
+    count("--shards", default=2, help="files for the weights (default: 2)")
+    count("--vision-layers", default=2, help="layers of the vision tower (default: 2)")
+    count("--text-layers", default=3, help="layers of the language model, the first of them dense (default: 3)")
+    count("--experts", default=4, help="experts of a layer, 2 or more (default: 4)")
+
+
 def _add_sizes(command: Any) -> None:
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--sizes", type=Path, metavar="CSV", help="lines of width,height[,count] in pixels")
@@ -141,6 +178,15 @@ def _positive(text: str) -> int:
 
 def _positives(text: str) -> tuple[int, ...]:
     return tuple(_positive(number) for number in text.split(","))
+
+
+def _temperature(text: str) -> float:
+    try:
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"must be a number of 0 or more, got {text!r}")
 
 
 def _seed(text: str) -> int:

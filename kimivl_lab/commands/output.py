@@ -24,16 +24,17 @@ class CommandError(Exception):
     """A failure that the user can mend; its message becomes one line on stderr, and the exit status 2."""
 
 
-def show(*blocks: "RenderableType", plain: bool = False) -> None:
+def show(*blocks: "RenderableType", plain: bool = False, end: str = "\n") -> None:
     """Prints texts and tables to stdout.
 
     Args:
         plain: print texts exactly as they are, without the terminal's width and without importing rich.
+        end: what follows each text that is printed plain.
 
     Raises:
         CommandError: stdout cannot be written. A closed pipe is no error: nothing more is printed.
     """
-    text = "".join(f"{block}\n" for block in blocks) if plain else _rendered(blocks)
+    text = "".join(f"{block}{end}" for block in blocks) if plain else _rendered(blocks)
     try:
         _write(sys.stdout, text)
     except BrokenPipeError:

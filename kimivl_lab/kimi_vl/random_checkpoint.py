@@ -97,6 +97,9 @@ def write_random_checkpoint(
         **(text or {}),
         "torch_dtype": _name(dtype),
     }
+    experts, taken = (published["text_config"][name] for name in ("n_routed_experts", "num_experts_per_tok"))
+    if experts < taken:
+        raise ValueError(f"n_routed_experts must be at least num_experts_per_tok, {taken}, got {experts}")
     model = KimiVLForConditionalGeneration(KimiVLConfig(**published)).to(dtype)
     _fill(model, torch.Generator().manual_seed(seed))
     model.generation_config = GenerationConfig(**{**special, "eos_token_id": at["<|im_end|>"]})
