@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from kimivl_lab import KimiVLConfig, KimiVLEncoder, KimiVLImageProcessor, image_geometry
+from kimivl_lab import image_geometry
 from kimivl_lab.commands import main as cli
 from kimivl_lab.datasets import load_sizes, sample_images
+from kimivl_lab.kimi_vl.random_checkpoint import write_random_checkpoint
 from kimivl_lab.lessons.minutes import table_rows
 from kimivl_lab.measure.records import find_record
 from kimivl_lab.planner.workload import read_sizes
@@ -75,13 +76,11 @@ def rank_of_one(monkeypatch):
 def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys, rank_of_one):
     """In a folder with the data and a small checkpoint under the name that the README uses."""
     shutil.copytree(ROOT / "data" / "images", tmp_path / "data" / "images")
-    torch.manual_seed(0)
-    KimiVLEncoder(KimiVLConfig.preset("tiny")).save_pretrained(tmp_path / "Kimi-VL-A3B-Instruct")
-    KimiVLImageProcessor().save_pretrained(tmp_path / "Kimi-VL-A3B-Instruct")
+    write_random_checkpoint(tmp_path / "Kimi-VL-A3B-Instruct", vocab_size=1024, dtype=torch.float32)
     monkeypatch.chdir(tmp_path)
     names = {}
     code = blocks("python")
-    assert len(code) == 4
+    assert len(code) == 5
     for block in code:
         exec(compile(block, "README.md", "exec"), names)
     printed = capsys.readouterr().out.splitlines()
@@ -89,8 +88,9 @@ def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys, rank_of_one):
     assert names["rows"].shape == (368, 64)
     assert names["encoder"].encoder_parallel == "data"
     assert names["runner"].stats.graphs[368].calls == 1
+    assert names["answer"].shape[1] > names["inputs"]["input_ids"].shape[1] and printed[1].startswith(" w")
     assert printed[-1] == "0 {}" and printed[-1] in README
-    assert printed[1] == f"Grid(h=66, w=66) 4356 1089 {[0, 4356, *[5676] * 7]}" and "4,356 patches" in README
+    assert printed[2] == f"Grid(h=66, w=66) 4356 1089 {[0, 4356, *[5676] * 7]}" and "4,356 patches" in README
     x = torch.arange(5676)[:, None]
     merged = names["patch_merger_packed"](x, names["index"])
     assert torch.equal(merged.flatten(), names["index"])
@@ -107,7 +107,7 @@ def test_the_recipe_writes_sizes_that_plan_reads(tmp_path, monkeypatch):
 
 def test_the_command_lines_are_understood():
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("kimivl-lab")]
-    assert len(lines) == 7
+    assert len(lines) == 9
     for line in lines:
         arguments = cli._parser().parse_args(shlex.split(line, comments=True)[1:])
         paths = getattr(arguments, "images", None) or []

@@ -102,6 +102,11 @@ def write_random_checkpoint(
         raise ValueError(f"n_routed_experts must be at least num_experts_per_tok, {taken}, got {experts}")
     model = KimiVLForConditionalGeneration(KimiVLConfig(**published)).to(dtype)
     _fill(model, torch.Generator().manual_seed(seed))
+    with torch.no_grad():  # so answers are words: no single bytes, and no special token but the end
+        head = model.get_output_embeddings().weight
+        end = head[at["<|im_end|>"]].clone()
+        head[:256], head[base:] = 0, 0
+        head[at["<|im_end|>"]] = end
     model.generation_config = GenerationConfig(**{**special, "eos_token_id": at["<|im_end|>"]})
     nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     model.save_pretrained(folder, max_shard_size=-(-nbytes // shards) + max(t.nbytes for t in model.parameters()) // 2)
