@@ -107,8 +107,3 @@ def test_the_page_is_a_table_or_markdown(capsys):
 def test_a_missing_source_is_one_line(tmp_path, capsys):
     assert cli.main(["advise", "--sizes", str(tmp_path / "none.csv"), "--gpu", "H100"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_shares_of_ranks():
-    server = Server.of(parsed("--ranks", "3"))
-    assert [server.share(images) for images in (1, 3, 4, 8)] == [1, 1, 2, 3]

@@ -15,14 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimivl_lab.datasets import WORKLOADS, load_sizes
-from kimivl_lab.graphs.packing import PACKERS, pack
+from kimivl_lab.graphs.packing import PACKERS, Traffic, pack
+from kimivl_lab.parallel.balance import get_dp_encoder_lb_assignment
 from kimivl_lab.planner.engines import ENGINES, static_bytes
 from kimivl_lab.planner.inputs import PlanInputs
 from kimivl_lab.planner.plan import REPORTED_CALLS, evaluate_budgets, plan_budgets
 from kimivl_lab.planner.search import SEEN_CALLS, search_budgets
 from kimivl_lab.planner.staircase import best_steps
 from kimivl_lab.planner.vllm import default_max_images, powers_of_two, vllm_flag, vllm_rows
-from kimivl_lab.planner.workload import count_tokens, draw_calls
+from kimivl_lab.planner.workload import busiest_rank, count_tokens, draw_calls
 from tests.conftest import tiny_encoder
 
 # images a call -> workload -> the most rows replayed for one real row, with 8 budgets
@@ -411,3 +412,26 @@ def test_calls_are_drawn_by_frequency():
     assert np.mean(calls.tokens == 6) == pytest.approx(0.75, abs=0.03)
     assert (draw_calls(workload, 5, 400, "seed").tokens == calls.tokens).all()
     assert (draw_calls(workload, 5, 400, "other").tokens != calls.tokens).any()
+
+
+def test_ranks_are_counted_by_the_engines_balance_and_not_by_equal_numbers():
+    call = Traffic(np.array([[300, 400, 400, 1000]]), np.ones(1))
+    busiest, most = busiest_rank(call, 2)
+    assert busiest.tokens.tolist() == [[300, 400, 400]] and most == 3, "half of four images would be two"
+    uneven = Traffic(np.array([[300, 400, 400, 1000], [100, 100, 100, 1000]]), np.ones(2))
+    assert busiest_rank(uneven, 2)[0].tokens.tolist() == [[300, 400, 400], [0, 0, 1000]]
+    assert busiest_rank(uneven, 1) == (uneven, 4)
+
+
+def test_a_plan_for_ranks_is_made_for_what_the_busiest_rank_encodes():
+    sizes, budgets = sizes_of({1: 99, 200: 1}), [1, 8, 200]
+    plan = evaluate_budgets(sizes, budgets, (8,), ranks=2, max_images=8, replay_cost=0)
+    computed = real = 0
+    for call in draw_calls(count_tokens(sizes), 8, REPORTED_CALLS, "reported 8 0").tokens.tolist():
+        placed = get_dp_encoder_lb_assignment(call, 2)
+        rank = placed.loads.index(max(placed.loads))
+        held = [call[image] for image in placed.by_rank[rank]]
+        computed += sum(replay.rows for replay in pack(held, budgets, 8))
+        real += sum(held)
+    assert plan.waste[8] == pytest.approx(computed / real)
+    assert plan_budgets(sizes, (8,), ranks=2).max_images == 7, "the rank without the large image gets all others"

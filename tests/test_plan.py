@@ -225,7 +225,7 @@ def test_the_server_reaches_the_plan(capsys):
     options = ("--images-per-call", "4,8", "--ranks", "4", "--gpu", "RTX 4090", "--json")
     assert run("--workload", "clipart", *options) == 0
     document = json.loads(capsys.readouterr().out)
-    plan = plan_budgets(load_sizes("clipart"), (1, 2), engine="vllm", replay_cost=31, max_batched_tokens=2048)
+    plan = plan_budgets(load_sizes("clipart"), (4, 8), engine="vllm", replay_cost=31, max_batched_tokens=2048, ranks=4)
     assert document["plans"]["vllm"] == json.loads(json.dumps(dataclasses.asdict(plan)))
     assert document["server"]["gpu"] == "RTX 4090" and document["server"]["batched_tokens"] == 2048
     assert run("--workload", "clipart", *options[:-1], "--max-num-batched-tokens", "4096") == 0

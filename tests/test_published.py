@@ -15,7 +15,8 @@ from kimivl_lab.measure.published import (
 
 
 @pytest.mark.parametrize(
-    "name", sorted(path.stem for path in data_path("published").glob("*.csv") if path.stem != "devices")
+    "name",
+    sorted(path.stem for path in data_path("published").glob("*.csv") if path.stem not in ("devices", "encoders")),
 )
 def test_every_row_has_a_link_and_a_metric(name):
     rows = published_rows(name)
@@ -31,6 +32,16 @@ def test_numbers_are_numbers_and_one_side_missing_is_said():
     for row in published_rows("encoder_parallel"):
         sides = [float(row[side]) > 0 for side in ("tensor", "data") if row[side]]
         assert all(sides) and (len(sides) == 2 or row["note"]), row["source"]
+
+
+def test_every_encoder_has_the_sizes_and_the_source_that_its_model_has():
+    sizes = ("layers", "width", "mlp")
+    known = {row["model"]: row for row in published_rows("encoders")}
+    assert all(row["source"] and row["url"].startswith("https://") and None not in row for row in known.values())
+    used = {}
+    for name in ("encoder_graphs", "encoder_parallel"):
+        used |= {row["model"]: [row[size] for size in sizes] for row in published_rows(name) if row["layers"]}
+    assert used == {model: [row[size] for size in sizes] for model, row in known.items()}
 
 
 def test_the_named_pull_requests_are_there():

@@ -24,8 +24,8 @@ def test_the_flops_of_a_row_are_the_encoders():
 
 
 def test_the_default_is_the_price_on_an_h100():
-    assert replay_cost.predicted_replay_cost(find_gpu("H100")) == REPLAY_COST
-    assert replay_cost.predicted_replay_cost(find_gpu("RTX 4090")) == 31
+    assert replay_cost.predicted_replay_cost(0.6 * find_gpu("H100").flops_per_s) == REPLAY_COST
+    assert replay_cost.predicted_replay_cost(0.6 * find_gpu("RTX 4090").flops_per_s) == 31
     assert eager_cost(REPLAY_COST) == 2 * REPLAY_COST and eager_cost(0) == 0
 
 

@@ -1,8 +1,9 @@
 """`kimivl-lab advise`: image sizes and a server become one page of decisions.
 
 Each decision has a reason, the flag of vLLM and of SGLang, the default that it replaces, the predicted gain with its
-range, what others published, and the command that checks it. A number that is not counted says "predicted". Where the
-GPU is unknown, or the predicted range holds both answers, the decision is "measure".
+range, what others published, and the command that checks it. A number that is not counted says what it is predicted
+from: rates of a data sheet, or rates measured in a record (`--rates`). Where neither is known, or the predicted range
+holds both answers, the decision is "measure".
 
 Test: tests/test_advise.py.
 """
@@ -19,9 +20,9 @@ from ..measure.published import graph_cases, graph_rows, not_predictable, parall
 from ..moonvit.flops import tower_flops
 from ..parallel.gpu_rates import parallel_gain
 from ..planner.plan import BudgetPlan, plan_budgets
-from ..planner.replay_cost import LAUNCH_S, PUBLISHED_LAUNCH_S, SUSTAINED, kernels
+from ..planner.replay_cost import PUBLISHED_LAUNCH_S, kernels
 from ..planner.vllm import READ_IN
-from ..planner.workload import draw_calls
+from ..planner.workload import busiest_rank, draw_calls
 from .output import on_one_line, show
 from .plan import flag_or_advice
 from .server import Server
@@ -69,11 +70,12 @@ def decide(source: Sizes, server: Server, arguments: argparse.Namespace) -> list
     """The decisions, in the order in which an operator would take them."""
     plan = plan_budgets(
         source.sizes,
-        sorted({server.share(images) for images in arguments.images_per_call}),
+        sorted(set(arguments.images_per_call)),
         in_token_limit=arguments.in_token_limit,
         engine="vllm",
         replay_cost=server.replay_cost,
         max_batched_tokens=server.largest_budget,
+        ranks=server.ranks,
     )
     graphs = _graphs(source, server, arguments)
     return [
@@ -103,31 +105,59 @@ def _ranks(source: Sizes, server: Server, arguments: argparse.Namespace) -> Deci
         f"of {len(cases)} published comparisons, all on MI300X, the model's direction was right in {right}, wrong in "
         f"{wrong}, and open in the others ({cases[0].url}); see also vLLM 18368, 23817, 24955, 53735 and SGLang 31212 "
         "in data/published",
-        "the benchmark below with and without the flag; between ranks alone: python -m kimivl_lab.bench.parallel",
+        "the benchmark below with and without the flag; between ranks alone: python -m kimivl_lab.bench.parallel "
+        "--preset kimi-vl-a3b --dtype bfloat16 (give its record with --rates)",
     )
 
 
 def _answer_for_ranks(source: Sizes, server: Server, arguments: argparse.Namespace) -> tuple[str, str, str]:
     """(answer, because, predicted) of data or tensor parallel."""
-    gpu = server.gpu
     if server.ranks == 1:
         return "nothing to decide", "one rank encodes everything", "no change"
-    if gpu is None:
+    fitted = None if server.measured is None else server.measured.ranks
+    if fitted is None and server.gpu is None:
         return MEASURE, "the rates of the GPU and its link are not known", "none: measure"
-    config, gains = MoonViTConfig.preset("kimi-vl-a3b"), {}
+    gains = {}
     for images in sorted(set(arguments.images_per_call)):
         calls = draw_calls(source.workload, images, _CALLS_OF_RANKS, f"advise {images}").tokens
         try:
-            ranges = [parallel_gain(config, gpu, (4 * call).tolist(), server.ranks) for call in calls]
+            ranges = [_gain_of_ranks(server, (4 * call).tolist()) for call in calls]
         except ValueError as error:
             return "data parallel", str(error), "none: tensor parallel cannot run"
         gains[images] = min(low for low, _ in ranges), max(high for _, high in ranges)
     least, most = min(low for low, _ in gains.values()), max(high for _, high in gains.values())
     ranges = ", ".join(f"{low:.2f} to {high:.2f} at {images}" for images, (low, high) in gains.items())
+    if fitted is not None:
+        at = ", ".join(str(ranks) for ranks in fitted.measured_ranks if ranks > 1)
+        because = f"measured at {at} ranks{'' if server.ranks in fitted.measured_ranks else f', not at {server.ranks}'}"
+        origin = f"rates measured in {fitted.source}"
+    else:
+        assert server.gpu is not None
+        because = f"{server.gpu.name}, {server.ranks} ranks over {server.gpu.link}; latencies of the link are assumed"
+        link = f"data-sheet rates of {server.gpu.name}"
+        origin = server.from_rates if link in server.from_rates else f"{server.from_rates}, its link and memory {link}"
     return (
         "data parallel" if least > 1 else "tensor parallel" if most < 1 else MEASURE,
-        f"{gpu.name}, {server.ranks} ranks over {gpu.link}; rates and latencies assumed from the data sheet",
-        f"predicted: encoder time of tensor over data parallel, by images a call: {ranges}",
+        because,
+        f"predicted from {origin}: encoder time of tensor over data parallel, by images a call: {ranges}",
+    )
+
+
+def _gain_of_ranks(server: Server, sizes: list[int]) -> tuple[float, float]:
+    """(least, most) predicted time of tensor over data parallel of one call."""
+    measured = server.measured
+    if measured is not None and measured.ranks is not None:
+        tensor, data = (measured.ranks.predict(mode, sizes, server.ranks).seconds for mode in ("tensor", "data"))
+        error = 1 + measured.ranks_error
+        return tensor / data / error, tensor / data * error
+    assert server.gpu is not None
+    return parallel_gain(
+        MoonViTConfig.preset("kimi-vl-a3b"),
+        server.gpu,
+        sizes,
+        server.ranks,
+        launch_s=server.launch_s,
+        flops_per_s=server.flops_per_s,
     )
 
 
@@ -136,16 +166,21 @@ def _graphs(source: Sizes, server: Server, arguments: argparse.Namespace) -> Dec
     right = sum(case.verdict == "right" for case in cases)
     kimi = next(row for row in graph_rows() if row["source"] == "vllm#41992")
     answer, because, predicted = MEASURE, "the rule needs the FLOP/s of the GPU, which are not known", "none: measure"
-    if server.gpu is not None:
-        launches = (LAUNCH_S, PUBLISHED_LAUNCH_S)
+    if server.flops_per_s is not None:
+        tau = server.launch_s
+        launches = (tau, max(tau, PUBLISHED_LAUNCH_S))
         least, most = (_share_launch_bound(source, server, arguments, launch_s) for launch_s in launches)
+        assumed = server.measured is None or server.measured.launch_s is None
         answer = "on" if least > 0.5 else "off" if most < 0.1 else MEASURE
         because = (
             f"a graph can win while the host needs longer to start {kernels()} kernels one by one than the GPU to "
-            f"compute (F < K p tau), with p = {SUSTAINED:g} of the data sheet and a launch of {1e6 * LAUNCH_S:.0f} us "
-            f"(assumed) to {1e6 * PUBLISHED_LAUNCH_S:.0f} us (published for an engine)"
+            f"compute (F < K p tau), with p = {server.flops_per_s / 1e12:,.3g} TFLOP/s and a launch of "
+            f"{1e6 * tau:.3g} us ({'assumed' if assumed else 'measured'}) to {1e6 * launches[1]:.3g} us (published for "
+            f"an engine)"
         )
-        predicted = f"predicted: graphs can be faster for {least:.0%} to {most:.0%} of the calls"
+        predicted = (
+            f"predicted from {server.from_rates}: graphs can be faster for {least:.0%} to {most:.0%} of the calls"
+        )
     return Decision(
         "CUDA graphs of the encoder",
         answer,
@@ -159,20 +194,22 @@ def _graphs(source: Sizes, server: Server, arguments: argparse.Namespace) -> Dec
         f"{not_predictable()[0]} others do not state what it needs; "
         "Kimi-K2.5 and Step3-VL became slower (vLLM 40600, 41714)",
         "the benchmark below with and without the flag; the GPU alone: "
-        "python -m kimivl_lab.bench.graphs --preset kimi-vl-a3b --dtype bfloat16",
+        "python -m kimivl_lab.bench.graphs --preset kimi-vl-a3b --dtype bfloat16 (give its record with --rates)",
     )
 
 
 def _share_launch_bound(source: Sizes, server: Server, arguments: argparse.Namespace, launch_s: float) -> float:
     """Share of calls, of a rank, whose FLOPs the GPU does in less time than the host needs to start the kernels."""
-    assert server.gpu is not None
+    assert server.flops_per_s is not None
     config = MoonViTConfig.preset("kimi-vl-a3b")
-    most = kernels() * SUSTAINED * server.gpu.flops_per_s * launch_s
+    most = kernels() * server.flops_per_s * launch_s
     below = []
     for images in arguments.images_per_call:
-        calls = draw_calls(source.workload, server.share(images), _CALLS, f"advise {images}")
+        drawn = draw_calls(source.workload, images, _CALLS, f"advise {images}")
+        calls, _ = busiest_rank(drawn, server.ranks)
         flops = [
-            sum(tower_flops(config, [(2, 2 * tokens) for tokens in call]).values()) for call in calls.tokens.tolist()
+            sum(tower_flops(config, [(2, 2 * tokens) for tokens in call if tokens]).values())
+            for call in calls.tokens.tolist()
         ]
         below.append(np.mean(np.array(flops) < most))
     return float(np.mean(below))
@@ -182,16 +219,15 @@ def _budgets(plan: BudgetPlan, server: Server, graphs: str) -> Decision:
     own = plan.powers_of_two
     assert own is not None
     rows = ", ".join(f"{own.waste[n]:.2f} to {plan.waste[n]:.2f} at {n}" for n in plan.waste)
-    because = (
-        f"rows replayed over real rows fall (counted, by images a call{' of a rank' * (server.ranks > 1)}): {rows}"
-    )
-    known = server.gpu is not None or not server.replay_cost_source.startswith("predicted")
+    where = "by images a call" if server.ranks == 1 else "by images a call, on the busiest rank"
+    because = f"rows replayed over real rows fall (counted, {where}): {rows}"
+    known = server.flops_per_s is not None or not server.replay_cost_source.startswith("predicted")
     predicted = "none: measure, because the price of a replay on this GPU is not known"
     if known:
         gains = [_time(own, n, floor) / _time(plan, n, floor) for n in plan.time for floor in _FLOORS]
         predicted = (
-            f"predicted: graphs {min(gains):.2f} to {max(gains):.2f} times as fast as with vLLM's own budgets "
-            f"(a replay costs {server.replay_cost} rows, {server.replay_cost_source})"
+            f"predicted: graphs {min(gains):.2f} to {max(gains):.2f} times as fast as with vLLM's own budgets (a "
+            f"replay costs {server.replay_cost} rows: {server.replay_cost_source})"
         )
     keep = flag_or_advice(plan).startswith("keep")
     return Decision(
@@ -261,17 +297,25 @@ def _serving_benchmark(source: Sizes, images: int) -> str:
 
 
 def _title(source: Sizes, server: Server, arguments: argparse.Namespace) -> list[str]:
-    gpu = f"{server.gpu.name} ({server.gpu.flops_per_s / 1e12:,.0f} TFLOP/s, {server.gpu.link})" if server.gpu else None
-    if gpu is None:
+    if server.gpu is not None:
+        gpu = f"{server.gpu.name} (data sheet: {server.gpu.flops_per_s / 1e12:,.0f} TFLOP/s, {server.gpu.link})"
+    elif server.measured is not None:
+        gpu = server.measured.device
+    else:
         gpu = "GPU not given" if arguments.gpu is None else f"unknown GPU {on_one_line(arguments.gpu)[:40]}"
     calls = ", ".join(map(str, arguments.images_per_call))
-    return [*source.summary, f"{gpu}, {server.ranks} rank{'s' * (server.ranks > 1)}, {calls} images a call"]
+    lines = [*source.summary, f"{gpu}, {server.ranks} rank{'s' * (server.ranks > 1)}, {calls} images a call"]
+    records = {} if server.measured is None else server.measured.sources
+    return lines + [f"rates measured in {source}" for source in records.values()]
 
 
 def _table(decisions: Sequence[Decision]) -> Table:
-    table = Table(caption="predicted: from a stated model, not measured on your server", caption_justify="left")
+    table = Table(
+        caption="predicted: by a stated model, from the rates that are named; not measured on your server",
+        caption_justify="left",
+    )
     for heading in ("decision", "answer", "gain"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")  # the name of a record is one long word
     for one in decisions:
         table.add_row(one.question, one.answer, one.predicted)
         table.add_section()
@@ -298,4 +342,6 @@ def _markdown(title: Sequence[str], decisions: Sequence[Decision], bench: str) -
         lines += ["", f"## {one.question}: {one.answer}", ""]
         lines += [f"- {name}: {getattr(one, field)}" for name, field in zip(_NAMES, _FIELDS, strict=True)]
     lines += ["", "The benchmark, against the server:", "", "```bash", bench, "```"]
-    return "\n".join([*lines, "", "Predicted: from a stated model, not measured on your server."])
+    return "\n".join(
+        [*lines, "", "Predicted: by a stated model, from the rates that are named; not measured on your server."]
+    )

@@ -155,7 +155,12 @@ def _add_sizes(command: Any) -> None:
 def _add_server(command: Any) -> None:
     add = command.add_argument
     count = partial(add, type=_positive, metavar="N")
-    add("--gpu", metavar="NAME", help='such as "RTX 4090", H100 or B200 (default: H100)')
+    add("--gpu", metavar="NAME", help='such as "RTX 4090", H100 or B200 (default: that of --rates, or H100)')
+    records = (
+        "a record of kimivl_lab.bench.encoder, .graphs or .parallel, made with --preset kimi-vl-a3b --dtype bfloat16: "
+        "its rates replace those of the data sheet (may be given several times)"
+    )
+    add("--rates", type=Path, action="append", default=[], metavar="CSV", help=records)
     count("--ranks", default=1, help="GPUs that share the encoder's work (default: 1)")
     count("--max-num-batched-tokens", help="of vllm serve (default: vLLM's for this GPU)")
     count("--max-model-len", default=131072, help="of vllm serve (default: 131072)")

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
                 task = progress.add_task(f"budgets, {engine}", total=1.0)
                 plans[engine] = plan_budgets(
                     source.sizes,
-                    sorted({server.share(images) for images in arguments.images_per_call}),
+                    sorted(set(arguments.images_per_call)),
                     arguments.max_graphs,
                     None if arguments.memory_limit_mib is None else arguments.memory_limit_mib * 2**20,
                     in_token_limit=arguments.in_token_limit,
@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
                     engine=engine,
                     replay_cost=server.replay_cost,
                     max_batched_tokens=server.largest_budget,
+                    ranks=server.ranks,
                     on_progress=lambda share, task=task: progress.update(task, completed=share),
                 )
         if arguments.json:
@@ -94,7 +95,7 @@ def _show(
     vllm, lab = plans["vllm"], plans["lab"]
     show(
         *source.summary,
-        _comparison(plans, server, arguments.images_per_call),
+        _comparison(plans, server),
         _by_graphs(vllm),
         *(_budget_table(engine, plan) for engine, plan in plans.items()),
         "for vllm serve (merge it with a --compilation-config that you have):",
@@ -115,21 +116,23 @@ def _assumptions(source: Sizes, server: Server, plan: BudgetPlan, arguments: arg
     limits = f"--max-num-batched-tokens {server.batched_tokens} ({server.batched_tokens_source})"
     if arguments.max_images is not None:
         reason = "given"
-    elif plan.max_images == max(plan.time):
+    elif server.ranks == 1 and plan.max_images == max(plan.time):
         reason = "as many as a call has"
     else:
         reason = f"so that each image's part of the largest budget is at most {WIDEST_ROW}, a row of vLLM's layout"
+        reason = f"what a rank may get, and {reason}" if server.ranks > 1 else reason
     lines = [
         f"counted as {READ_IN} packs and captures, for Kimi-VL's image processor and encoder",
         f"{limits} and --max-model-len {server.model_len}: vLLM's own largest budget is {server.largest_budget:,}",
         f"images in one replay: at most {plan.max_images}, {reason}",
         f"one replay costs {server.replay_cost} rows ({server.replay_cost_source}); on your GPU run "
-        f"`python -m kimivl_lab.bench.graphs --preset kimi-vl-a3b --dtype bfloat16` and give its record with --costs",
+        f"`python -m kimivl_lab.bench.graphs --preset kimi-vl-a3b --dtype bfloat16` and give its record with --rates",
         f"an image above {plan.budgets[-1]:,} merged tokens runs without a graph",
         "static buffers are the inputs and outputs of all graphs; the memory that a forward works in comes on top",
     ]
     if server.ranks > 1:
-        lines.insert(3, f"{server.ranks} ranks share the images of a call (--mm-encoder-tp-mode data)")
+        shared = f"{server.ranks} ranks share the images of a call, balanced by patches (--mm-encoder-tp-mode data)"
+        lines.insert(3, f"{shared}; all numbers are of the rank with the most patches")
     return lines
 
 
@@ -140,7 +143,11 @@ def _as_json(source: Sizes, server: Server, plans: Mapping[str, BudgetPlan], rou
         "images": source.workload.images,
         "mean_tokens": source.workload.mean,
         "images_in_a_line": dict(sorted(source.images_in_a_line.items())),
-        "server": dataclasses.asdict(server) | {"gpu": server.gpu.name if server.gpu else None},
+        "server": dataclasses.asdict(dataclasses.replace(server, measured=None))
+        | {
+            "gpu": server.gpu.name if server.gpu else None,
+            "measured": server.measured and {"device": server.measured.device, "records": server.measured.sources},
+        },
         "plans": {engine: dataclasses.asdict(plan) for engine, plan in plans.items()},
         "vllm_flag": vllm_flag(plans["vllm"].budgets, plans["vllm"].max_images),
     }
@@ -150,7 +157,7 @@ def _as_json(source: Sizes, server: Server, plans: Mapping[str, BudgetPlan], rou
     return json.dumps(document, indent=2)
 
 
-def _comparison(plans: Mapping[str, BudgetPlan], server: Server, images_per_call: tuple[int, ...]) -> Table:
+def _comparison(plans: Mapping[str, BudgetPlan], server: Server) -> Table:
     own = plans["vllm"].powers_of_two
     assert own is not None
     columns = {"vLLM's\nown budgets": own}
@@ -163,16 +170,15 @@ def _comparison(plans: Mapping[str, BudgetPlan], server: Server, images_per_call
     table.add_column("")
     for heading in columns:
         table.add_column(heading, justify="right")
-    for share in own.time:
-        called = ", ".join(str(images) for images in sorted(set(images_per_call)) if server.share(images) == share)
-        words = f"{called} images a call" if called != "1" else "1 image a call"
-        table.add_row(words if server.ranks == 1 else f"{words}: {share} a rank", style="bold")
+    for images in own.time:
+        words = f"{images} images a call" if images != 1 else "1 image a call"
+        table.add_row(words if server.ranks == 1 else f"{words}, busiest of {server.ranks} ranks", style="bold")
         table.add_row(
-            "  predicted time, own = 1", *(f"{one.time[share] / own.time[share]:.2f}" for one in columns.values())
+            "  predicted time, own = 1", *(f"{one.time[images] / own.time[images]:.2f}" for one in columns.values())
         )
-        table.add_row("  rows replayed / real rows", *(f"{one.waste[share]:.3f}" for one in columns.values()))
-        table.add_row("  replays a call", *(f"{one.replays_a_call[share]:.2f}" for one in columns.values()))
-        table.add_row("  images without a graph", *(f"{one.eager[share]:.1%}" for one in columns.values()))
+        table.add_row("  rows replayed / real rows", *(f"{one.waste[images]:.3f}" for one in columns.values()))
+        table.add_row("  replays a call", *(f"{one.replays_a_call[images]:.2f}" for one in columns.values()))
+        table.add_row("  images without a graph", *(f"{one.eager[images]:.1%}" for one in columns.values()))
         table.add_section()
     table.add_row("graphs", *(str(len(one.budgets)) for one in columns.values()))
     table.add_row("static buffers, MiB", *(f"{one.memory / 2**20:,.0f}" for one in columns.values()))

@@ -163,7 +163,8 @@ class Traffic:
     """C calls of n images each.
 
     Attributes:
-        tokens: (C, n) int64, merged tokens of each image, ascending in each call.
+        tokens: (C, n) int64, merged tokens of each image, ascending in each call; a call of fewer than n images
+            begins with zeros, which are no images.
         weights: (C,) float64, how often each call comes.
     """
 
@@ -218,8 +219,8 @@ def _pack_many_exactly(calls: Traffic, ladder: np.ndarray, max_images: int, repl
         starts = np.arange(end - 1, max(end - max_images, 0) - 1, -1)
         step = np.searchsorted(ladder, offsets[:, end : end + 1] - offsets[:, starts])
         options = best[:, starts] + price[step]  # (C, starts)
-        eager = step[:, 0] == len(ladder)
-        options[eager, 0] = best[eager, end - 1]
+        alone = (step[:, 0] == len(ladder)) | (offsets[:, end] == 0)  # eager, or no image
+        options[alone, 0] = best[alone, end - 1]
         pick = options.argmin(axis=1)
         best[:, end] = options[rows, pick]
         cuts[:, end] = starts[pick]
@@ -229,7 +230,8 @@ def _pack_many_exactly(calls: Traffic, ladder: np.ndarray, max_images: int, repl
         start = cuts[rows, end]
         tokens.append(offsets[rows, end] - offsets[rows, start])
         weights.append(calls.weights[rows])
-        rows, end = rows[start > 0], start[start > 0]
+        left = offsets[rows, start] > 0  # images, not only the zeros before them
+        rows, end = rows[left], start[left]
     held = np.concatenate(tokens)
     return Replays(held, np.concatenate(weights), np.searchsorted(ladder, held))
 
@@ -241,7 +243,7 @@ def _pack_many_greedily(calls: Traffic, ladder: np.ndarray, max_images: int, def
         return padded[np.searchsorted(ladder, tokens)]
 
     held = calls.tokens[:, 0].copy()
-    images = np.ones_like(held)
+    images = (held > 0).astype(np.int64)
     tokens, weights = [], []
     for image in calls.tokens.T[1:]:
         merged = held + image
@@ -249,9 +251,10 @@ def _pack_many_greedily(calls: Traffic, ladder: np.ndarray, max_images: int, def
         if deferred:
             of_run, alone = fitting(held), fitting(image)
             closes |= (of_run + alone < fitting(merged)) & (alone >= of_run)
+        closes &= held > 0
         tokens.append(held[closes])
         weights.append(calls.weights[closes])
         held = np.where(closes, image, merged)
-        images = np.where(closes, 1, images + 1)
+        images = np.where(closes, 1, images + (image > 0))
     all_held = np.concatenate([*tokens, held])
     return Replays(all_held, np.concatenate([*weights, calls.weights]), np.searchsorted(ladder, all_held))

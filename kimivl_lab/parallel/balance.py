@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import fsum, inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..config import MoonViTConfig
-from ..moonvit.flops import tower_flops
+if TYPE_CHECKING:  # the planner balances too, and works without torch
+    from ..config import MoonViTConfig
 
 _CLOSE_ENOUGH = 1e-3  # a straggler this near to the lower bound is left as it is
 
@@ -48,8 +48,10 @@ class QuadraticCost:
     per_image: float = 0.0
 
     @classmethod
-    def of_flops(cls, config: MoonViTConfig) -> "QuadraticCost":
+    def of_flops(cls, config: "MoonViTConfig") -> "QuadraticCost":
         """In FLOPs of the tower: what to balance by where nothing has been measured."""
+        from ..moonvit.flops import tower_flops
+
         one = tower_flops(config, [(1, 1)])
         return cls(per_patch=one["patch_embed"] + one["linear"], per_pair=one["attention"])
 

@@ -15,7 +15,9 @@ from ..checks import as_not_negative, as_positive
 from ..graphs.packing import Replays, Traffic, pack_many
 from .engines import ENGINES, LabEngine, static_bytes
 from .replay_cost import eager_cost
-from .workload import Size, TokenCounts, all_calls_of_one, count_tokens, draw_calls
+from .workload import Size, TokenCounts, all_calls_of_one, busiest_rank, count_tokens, draw_calls
+
+_CALLS_FOR_IMAGES = 256  # drawn, to see how many images of a call one rank gets
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class PlanInputs:
 
     Attributes:
         images_per_call: ascending, each number once.
+        ranks: that share the images of a call; calls are those of the rank with the most patches.
         max_images: most images in one replay.
         largest_rows: most merged tokens that one graph may compute; an image that needs more runs eager.
         replay_cost: the price of one replay, in rows.
@@ -39,6 +42,7 @@ class PlanInputs:
     replay_cost: int
     default_largest: int
     seed: int
+    ranks: int = 1
 
     @classmethod
     def checked(
@@ -53,6 +57,7 @@ class PlanInputs:
         replay_cost: int,
         max_batched_tokens: int,
         seed: int,
+        ranks: int,
     ) -> "PlanInputs":
         """The inputs of `plan_budgets`, whose docstring has the meaning of each argument and the errors."""
         if engine not in ENGINES:
@@ -67,14 +72,17 @@ class PlanInputs:
         if memory_limit is not None:
             largest_rows = as_positive("memory_limit", memory_limit) // static_bytes(1)
         workload = count_tokens(sizes, in_token_limit)
+        shared_by = as_positive("ranks", ranks)
         if max_images is None:
-            max_images = ENGINES[engine].default_max_images(int(workload.tokens[-1]), together[-1])
+            drawn = draw_calls(workload, together[-1], _CALLS_FOR_IMAGES, f"shared {seed}")
+            most_images = busiest_rank(drawn, shared_by)[1]
+            max_images = ENGINES[engine].default_max_images(int(workload.tokens[-1]), most_images)
         slots = as_positive("max_images", max_images)
         most = as_positive("max_batched_tokens", max_batched_tokens)
         if engine == "vllm":  # no call is larger, unless one image alone is
             largest_rows = min(largest_rows, max(most, ENGINES[engine].rows(int(workload.tokens[-1]), slots)))
         price = as_not_negative("replay_cost", replay_cost)
-        return cls(workload, together, ENGINES[engine], slots, largest_rows, price, most, seed)
+        return cls(workload, together, ENGINES[engine], slots, largest_rows, price, most, seed, shared_by)
 
     def rows(self, tokens: int) -> int:
         """Merged tokens that the smallest graph computes that holds `tokens`."""
@@ -99,11 +107,13 @@ class PlanInputs:
     def calls(self, images: int, count: int, purpose: str) -> Traffic:
         """Calls of `images` images: with one image each, the whole workload; else `count` drawn calls.
 
+        On several ranks a call is what the busiest of them encodes, so it may hold fewer images: leading zeros.
         Calls for another purpose are drawn anew, so that a plan is reported on calls that its search has not seen.
         """
         if images == 1:
             return all_calls_of_one(self.workload)
-        return draw_calls(self.workload, images, count, f"{purpose} {images} {self.seed}")
+        drawn = draw_calls(self.workload, images, count, f"{purpose} {images} {self.seed}")
+        return busiest_rank(drawn, self.ranks)[0]
 
     def pack(self, calls: Traffic, budgets: Sequence[int]) -> Replays:
         """The replays of the calls, packed as the engine does."""

@@ -36,6 +36,8 @@ REPORTED_CALLS = 2000  # drawn for the report, for each number of images in a ca
 class BudgetPlan:
     """Budgets, and how a workload runs in them. The dictionaries have a value for each number of images in a call.
 
+    Where several ranks share a call, its numbers are those of the rank with the most patches.
+
     Attributes:
         engine: whose packing, graphs and static buffers are counted; a key of `ENGINES`.
         budgets: merged tokens, ascending.
@@ -81,6 +83,7 @@ def plan_budgets(
     engine: str = "lab",
     replay_cost: int = REPLAY_COST,
     max_batched_tokens: int = MAX_BATCHED_TOKENS,
+    ranks: int = 1,
     seed: int = 0,
     on_progress: Callable[[float], object] = lambda share: None,
 ) -> BudgetPlan:
@@ -95,12 +98,15 @@ def plan_budgets(
         memory_limit: bytes of static buffers. Where graphs share buffers it bounds the largest budget; where each graph
             has its own it also bounds how many there are. Images above the largest budget run eager.
         in_token_limit: of the image processor, in patches.
-        max_images: most images in one replay. The default is the largest of `images_per_call`; for vLLM it can be more,
-            so that the graph of the largest budget computes no more than that budget.
+        max_images: most images in one replay. The default is the largest of `images_per_call`, on several ranks what
+            one rank gets of it; for vLLM it can be more, so that the graph of the largest budget computes no more than
+            that budget.
         engine: "lab" (exact packing, shared buffers) or "vllm" (its packing rule, its graphs, its buffers).
         replay_cost: the price of one replay in rows, 0 or more. The default is predicted for an H100.
         max_batched_tokens: of vLLM's scheduler, or `max_model_len` where that is less: the largest of its own budgets,
             and of those planned for it unless one image is larger.
+        ranks: that share the images of a call, balanced by patches as the engines do. The budgets and every number of
+            the plan are of the rank with the most patches, which the others wait for.
         seed: of the drawn calls.
         on_progress: called with the share of the search that is done, 0 to 1.
 
@@ -120,6 +126,7 @@ def plan_budgets(
         in_token_limit=in_token_limit,
         replay_cost=replay_cost,
         max_batched_tokens=max_batched_tokens,
+        ranks=ranks,
         seed=seed,
     )
     graphs = as_positive("max_graphs", max_graphs)
@@ -142,6 +149,7 @@ def evaluate_budgets(
     engine: str = "lab",
     replay_cost: int = REPLAY_COST,
     max_batched_tokens: int = MAX_BATCHED_TOKENS,
+    ranks: int = 1,
     seed: int = 0,
 ) -> BudgetPlan:
     """Reports how a workload runs in given budgets, on the same calls as `plan_budgets`.
@@ -157,6 +165,7 @@ def evaluate_budgets(
         in_token_limit=in_token_limit,
         replay_cost=replay_cost,
         max_batched_tokens=max_batched_tokens,
+        ranks=ranks,
         seed=seed,
     )
     return _report(inputs, engine, as_budgets(budgets))
@@ -175,13 +184,14 @@ def _evaluate(inputs: PlanInputs, engine: str, budgets: Sequence[int]) -> Budget
         calls = inputs.calls(images, REPORTED_CALLS, "reported")
         replays = inputs.pack(calls, budgets)
         weights, count = replays.weights, calls.weights.sum()
+        held = float(calls.weights @ (calls.tokens > 0).sum(axis=1))  # images
         by_step = np.bincount(replays.steps, weights, minlength=graphs + 1)  # the last: eager, one image each
         time[images] = float(weights @ inputs.cost(replays, budgets)) / calls.real_rows
         prices = by_step[:-1].sum() * inputs.replay_cost + by_step[-1] * eager_cost(inputs.replay_cost)
         waste[images] = time[images] - float(prices) / calls.real_rows
         together[images] = float(by_step.sum() / count)
         shares[images] = tuple((by_step[:-1] / by_step.sum()).tolist())
-        eager[images] = float(by_step[-1] / (images * count))
+        eager[images] = float(by_step[-1] / held)
     return BudgetPlan(
         engine=engine,
         budgets=tuple(budgets),

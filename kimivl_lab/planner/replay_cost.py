@@ -27,8 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from ..gpus import Gpu
-
 KERNELS_OF_A_BLOCK, OTHER_KERNELS = 13, 4
 KERNEL_FLOOR_S = 3e-6  # of the shortest kernel in a graph, on the device
 LAUNCH_S = 6e-6  # of the host, to start one kernel without a graph
@@ -43,9 +41,13 @@ def kernels(layers: int = 27) -> int:
     return KERNELS_OF_A_BLOCK * layers + OTHER_KERNELS
 
 
-def predicted_replay_cost(gpu: Gpu) -> int:
-    """Rows that this GPU could compute in the fixed time of one replay, by the module's formula."""
-    return round(kernels() * KERNEL_FLOOR_S * SUSTAINED * gpu.flops_per_s / ROW_FLOPS)
+def predicted_replay_cost(flops_per_s: float) -> int:
+    """Rows that a GPU could compute in the fixed time of one replay, by the module's formula.
+
+    Args:
+        flops_per_s: p, that large products reach: measured, or `SUSTAINED` of the data sheet's peak.
+    """
+    return round(kernels() * KERNEL_FLOOR_S * flops_per_s / ROW_FLOPS)
 
 
 def predicted_rows(rows: int, pairs: int, pair_rows: float, fixed: int) -> float:

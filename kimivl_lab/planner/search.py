@@ -105,7 +105,7 @@ class _Search:
         self.inputs, self.graphs = inputs, graphs
         self.calls = [inputs.calls(images, SEEN_CALLS, "seen") for images in inputs.images_per_call]
         runs = np.concatenate([_totals_of_runs(calls.tokens) for calls in self.calls])
-        totals = np.quantile(runs, np.linspace(0, 1, _MOVES), method="nearest")
+        totals = np.quantile(runs[runs > 0], np.linspace(0, 1, _MOVES), method="nearest")
         budgets = {inputs.budget_for(total) for total in totals.tolist()}
         self.moves = sorted(budget for budget in budgets if budget is not None)
         self._costs: dict[Budgets, float] = {}

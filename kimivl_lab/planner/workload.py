@@ -17,6 +17,7 @@ import numpy as np
 from ..checks import as_positive
 from ..geometry import IN_TOKEN_LIMIT, image_geometry
 from ..graphs.packing import Traffic
+from ..parallel.balance import get_dp_encoder_lb_assignment
 
 Size: TypeAlias = tuple[int, int] | tuple[int, int, int]  # width and height in pixels; how many such images (else 1)
 
@@ -73,6 +74,26 @@ def draw_calls(workload: TokenCounts, images: int, calls: int, seed: str) -> Tra
     """`calls` calls of `images` images, each drawn by frequency, independently; the same for the same seed."""
     drawn = random.Random(seed).choices(workload.tokens.tolist(), workload.counts.tolist(), k=calls * images)
     return Traffic(np.sort(np.array(drawn, dtype=np.int64).reshape(calls, images), axis=1), np.ones(calls))
+
+
+def busiest_rank(calls: Traffic, ranks: int) -> tuple[Traffic, int]:
+    """What the rank with the most patches encodes of each call, and the most images that any rank gets of one.
+
+    The images of a call are balanced over `ranks` by the engines' rule, so the ranks need not hold equal numbers of
+    images. [1000, 400, 400, 300] on 2 ranks: the busiest has 3 images of 1,100 tokens, the other one the largest image.
+    Ranks without an image do not count.
+    """
+    if ranks == 1:
+        return calls, calls.tokens.shape[1]
+    busiest, most = [], 0
+    for call in calls.tokens.tolist():
+        placed = get_dp_encoder_lb_assignment(call, ranks)
+        held = placed.by_rank[placed.loads.index(max(placed.loads))]
+        busiest.append(sorted(call[image] for image in held))
+        most = max(most, *placed.counts)
+    width = max(map(len, busiest))
+    tokens = np.array([[0] * (width - len(held)) + held for held in busiest], dtype=np.int64)
+    return Traffic(tokens, calls.weights), most
 
 
 def read_sizes(path: Path, in_token_limit: int = IN_TOKEN_LIMIT) -> tuple[list[tuple[int, int, int]], list[str]]:
