@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kimivl_lab import EncoderOptions
+from kimivl_lab.graphs.stats import RunnerStats
 from kimivl_lab.kernels import library
-from kimivl_lab.kernels.dispatch import CompiledFunction, compile_errors
+from kimivl_lab.kernels.dispatch import CompiledFunction, compile_errors, compile_unavailable
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
 
@@ -54,6 +55,26 @@ def test_without_a_compiler_the_fallback_takes_over(caplog):
     assert "a sum failed" in caplog.text
     assert function(torch.zeros(1)).item() == 2 and not function.works
     assert sum(count for text, count in compile_errors().items() if text.startswith("a sum: ")) == 1
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("cpu", ("g++",)), ("cuda", ("gcc", "triton"))])
+def test_a_machine_that_cannot_compile_says_what_is_missing(device, wanted, monkeypatch):
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    reason = compile_unavailable(torch.device(device))
+    assert reason and all(word in reason for word in wanted)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("pathlib.Path.exists", lambda path: True)
+    assert compile_unavailable(torch.device(device)) is None
+
+
+def test_what_runs_uncompiled_stands_below_a_runners_counters():
+    function = with_compiled(Launches({0: OSError("no Python.h")}))
+    assert function(0) == 2
+    assert "not compiled: a sum: OSError: no Python.h (1 times)" in str(RunnerStats())
 
 
 class Launches:

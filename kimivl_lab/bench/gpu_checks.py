@@ -10,9 +10,7 @@ Test: tests/test_gpu_checks.py.
 """
 
 import argparse
-import shutil
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +25,7 @@ from torch import Tensor
 from ..config import MoonViTConfig
 from ..geometry import GridLike
 from ..graphs.runner import EncoderCudaGraphRunner
+from ..kernels.dispatch import compile_unavailable
 from ..kernels.packed_attention import WITHOUT_BACKWARD, attention_unavailable
 from ..kernels.rotation import rotate_compiled, rotate_complex
 from ..measure.roofline import copy_gbps_of
@@ -68,12 +67,7 @@ class Skipped(Exception):
 def compiler(device: torch.device) -> None:
     """Triton, a C compiler and Python's headers are there, so that the rotation of q and k can be compiled."""
     _needs_cuda(device)
-    import triton  # ty: ignore[import-not-found]  # comes with torch for CUDA
-
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    missing = [name for name, there in (("a C compiler", any(map(shutil.which, ("cc", "gcc", "clang")))),) if not there]
-    missing += [] if header.exists() else [str(header)]
-    assert not missing, f"triton {triton.__version__} needs {' and '.join(missing)}; without them rope runs uncompiled"
+    assert not (reason := compile_unavailable(device)), reason
 
 
 def compiled_rotation(device: torch.device) -> None:
@@ -186,10 +180,10 @@ def kernel_time_once(device: torch.device) -> None:
 
 
 def second_level_cache(device: torch.device) -> None:
-    """The rate of a copy is measured at 16 MiB, in the second-level cache, and at 512 MiB, in memory."""
+    """A copy of 16 MiB, which the second-level cache holds, is at least as fast as one of 512 MiB."""
     _needs_cuda(device)
     small, large = copy_gbps_of(16 * 2**20, device), copy_gbps_of(2**29, device)
-    assert small > 0.5 * large, f"{small:.0f} GB/s for 16 MiB, {large:.0f} GB/s for 512 MiB"
+    assert small > 0.8 * large, f"{small:.0f} GB/s for 16 MiB, {large:.0f} GB/s for 512 MiB"
 
 
 def out_of_memory(device: torch.device) -> None:

@@ -8,6 +8,7 @@ import argparse
 import torch
 from rich.table import Table
 
+from ..kernels.dispatch import compile_unavailable
 from ..kernels.packed_linear import PACKED_KERNELS, packed_unavailable
 from ..measure.provenance import device_name, versions
 from ..moonvit.attention import ATTENTION_BACKENDS, attention_unavailable
@@ -26,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_row(package, version)
     for name in ATTENTION_BACKENDS:
         table.add_row(f"attention {name}", attention_unavailable(name, device, torch.bfloat16) or "runs here")
+    table.add_row("torch.compile", compile_unavailable(device) or "can compile here")
     for name in PACKED_KERNELS:
         table.add_row(f"linear {name}", packed_unavailable(name, device, torch.bfloat16) or "runs here")
     show(table)

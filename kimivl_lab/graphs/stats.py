@@ -1,11 +1,14 @@
 """Counts what a graph runner has done: replays, eager calls and why, padding, memory, time.
 
-`print(runner.stats)` shows one line for each graph, one for each reason to run eager, and the sum.
+`print(runner.stats)` shows one line for each graph, one for each reason to run eager, and the sum; below them, what
+failed to compile in this process and runs uncompiled (`kernels.dispatch.compile_errors`).
 
 Test: tests/test_graph_runner.py, tests/test_graph_waste.py.
 """
 
 from dataclasses import dataclass, field
+
+from ..kernels.dispatch import compile_errors
 
 
 @dataclass
@@ -110,6 +113,7 @@ class RunnerStats:
         rows.append(_row("all", self.total, sum(calls.capture_seconds for calls in self.graphs.values()), self.nbytes))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+        lines += [f"not compiled: {error} ({count} times)" for error, count in compile_errors().items()]
         return "\n".join(lines)
 
 

@@ -6,11 +6,16 @@ one node, and as the plain function behind it, which costs tens of microseconds 
 Test: tests/test_compiled.py, tests/test_attention.py, tests/test_faults_weights.py.
 """
 
+import importlib.util
 import logging
+import os
 import re
+import shutil
+import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -144,6 +149,20 @@ def compile_errors() -> dict[str, int]:
         for function in CompiledFunction.failing
         for error, count in function.errors.items()
     }
+
+
+def compile_unavailable(device: torch.device) -> str | None:
+    """Why torch.compile would fail for `device`, as far as can be seen without compiling, or None."""
+    compilers = ("CC", "cc", "gcc", "clang") if device.type == "cuda" else ("CXX", "g++", "clang++")
+    missing = [f"a {'C' if device.type == 'cuda' else 'C++'} compiler ({', '.join(compilers[1:])})"]
+    if os.environ.get(compilers[0]) or any(map(shutil.which, compilers[1:])):
+        missing = []
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        missing.append("triton")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        missing.append(str(header))
+    return f"torch.compile needs {' and '.join(missing)}; without it functions run uncompiled" if missing else None
 
 
 def is_of_the_device(error: BaseException | None) -> bool:
