@@ -336,7 +336,9 @@ def test_counters_say_what_was_replayed_and_wasted():
     assert stats.waste == 54 / 44
     assert all(calls.capture_seconds > 0 for calls in stats.graphs.values())
     lines = str(stats).splitlines()
-    assert lines[0].split()[:5] == ["budget", "calls", "images", "tokens", "rows"] and any(line.startswith("all ") for line in lines)
+    assert lines[0].split()[:5] == ["budget", "calls", "images", "tokens", "rows"] and any(
+        line.startswith("all ") for line in lines
+    )
     assert any(line.startswith("eager: too large") for line in lines)
 
 

@@ -4,7 +4,7 @@ A graph is a fixed list of kernels at fixed addresses. Capture freezes every hos
 lie before a replay. All graphs take memory from one private pool, so a replay overwrites the output of every other
 graph. `guards` says what a capture refuses. `trace` is the same for a CPU.
 
-Test: tests/test_graph_backends.py, tests/test_graph_runner.py (those marked gpu). Record: graphs__*.csv.
+Test: tests/test_graph_backends.py, tests/test_pretended_gpu.py, tests/test_streams.py. Record: graphs__*.csv.
 """
 
 from collections.abc import Callable, Mapping

@@ -183,7 +183,7 @@ class StaticInputs:
     def views(self, rows: int) -> dict[str, Tensor]:
         """What a graph of `rows` patches reads: views of the buffers. The offsets become those of equal images."""
         offsets = self.buffers["cu_seqlens"]
-        offsets.copy_(_evenly(0, rows, len(offsets) - 1))
+        offsets.copy_(upload(_evenly(0, rows, len(offsets) - 1), offsets.device))
         return {name: value if value is offsets else value[:rows] for name, value in self.buffers.items()}
 
     def write(self, values: Mapping[str, Tensor], images: int, rows: int) -> None:
