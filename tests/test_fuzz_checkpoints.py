@@ -12,26 +12,31 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from kimivl_lab import MoonViTConfig, MoonVitPretrainedModel
+from kimivl_lab import KimiVLConfig, KimiVLForConditionalGeneration, MoonViTConfig, MoonVitPretrainedModel
 from tests.conftest import randomise
 from tests.test_fuzz_images import changed, within
+from tests.tiny_kimi_vl import tiny_json
 
 DTYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Folders of one small tower: a single file, and shards with an index."""
-    config = MoonViTConfig.preset("tiny", hidden_size=32, intermediate_size=48)
-    tower = randomise(MoonVitPretrainedModel(config), 0)
+@pytest.fixture(scope="module", params=[MoonVitPretrainedModel, KimiVLForConditionalGeneration])
+def whole(request, tmp_path_factory):
+    """A class, and folders of a small model of it: a single file, and shards with an index."""
+    if request.param is MoonVitPretrainedModel:
+        model = MoonVitPretrainedModel(MoonViTConfig.preset("tiny", hidden_size=32, intermediate_size=48))
+    else:
+        model = KimiVLForConditionalGeneration(KimiVLConfig(**tiny_json()))
+    model = randomise(model, 0)
     folders = [tmp_path_factory.mktemp("single"), tmp_path_factory.mktemp("sharded")]
-    tower.save_pretrained(folders[0])
-    tower.save_pretrained(folders[1], max_shard_size="100KB")
+    model.save_pretrained(folders[0])
+    model.save_pretrained(folders[1], max_shard_size="100KB")
     assert not (folders[0] / "model.safetensors.index.json").exists()
     assert len(list(folders[1].glob("*.safetensors"))) > 2
-    return folders
+    return request.param, folders
 
 
 def stored(folder) -> dict[str, torch.Tensor]:
@@ -99,29 +104,29 @@ def damage(folder, rng: random.Random) -> str:
 
 def test_a_damaged_checkpoint_is_named_or_read_as_it_is(whole, tmp_path, is_long):
     logging.disable_progress_bar()
+    model_class, folders = whole
     loaded = 0
     for seed in range(400 if is_long else 30):
         rng = random.Random(seed)
         folder = tmp_path / f"checkpoint-{seed}"
-        shutil.copytree(rng.choice(whole), folder)
+        shutil.copytree(rng.choice(folders), folder)
         what = damage(folder, rng)
         try:
             with within(60), warnings.catch_warnings(action="ignore"):
-                tower = MoonVitPretrainedModel.from_pretrained(folder)
+                model = model_class.from_pretrained(folder)
         except (ValueError, OSError) as error:
             assert str(folder) in str(error), f"seed {seed}, {what}: {error!r:.500}"
             continue
         except Exception as error:
             raise AssertionError(f"seed {seed}, {what}: {error!r:.500}") from error
         tensors = stored(folder)
-        parameters = tower.state_dict()
+        parameters = revert_weight_conversion(model, model.state_dict())  # experts one by one
         assert parameters.keys() <= tensors.keys(), f"seed {seed}, {what}"
         for name, parameter in parameters.items():
             want = tensors[name].to(parameter.dtype)
-            assert parameter.shape == want.shape and torch.equal(
-                parameter.view(torch.int32 if parameter.dtype == torch.float32 else torch.int16),
-                want.view(torch.int32 if want.dtype == torch.float32 else torch.int16),
-            ), f"seed {seed}, {what}: {name}"
+            bits = torch.int32 if want.dtype == torch.float32 else torch.int16
+            same = parameter.shape == want.shape and torch.equal(parameter.contiguous().view(bits), want.view(bits))
+            assert same, f"seed {seed}, {what}: {name}"
         loaded += 1
         shutil.rmtree(folder)
     assert loaded, "every damage was found: the test has no case of changed values"

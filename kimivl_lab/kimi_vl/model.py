@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.deepseek_v3 import DeepseekV3ForCausalLM
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..config import EncoderOptions, KimiVLConfig
 from ..geometry import Grid, as_grid_list, token_counts
@@ -87,8 +88,13 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
 
     @classmethod
     def _check_tensors(cls, where: str, files: Iterable[Path], config: KimiVLConfig) -> None:
-        with torch.device("meta"):
-            wanted = published_shapes(cls(copy.deepcopy(config)))
+        try:
+            with torch.device("meta"):
+                wanted = published_shapes(cls(copy.deepcopy(config)))
+            for folder in {path.parent for path in files if (path.parent / GENERATION_CONFIG_NAME).exists()}:
+                GenerationConfig.from_pretrained(folder)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{where}: config.json or {GENERATION_CONFIG_NAME}: {error}") from error
         stored = {cls._renamed(name): shape for path in files for name, shape in stored_shapes(path).items()}
         stored = {name: shape for name, shape in stored.items() if not re.match(cls._checkpoint_ignores, name)}
         other = [name for name in wanted.keys() & stored.keys() if stored[name] != wanted[name]]

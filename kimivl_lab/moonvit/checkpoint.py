@@ -118,7 +118,7 @@ class StrictPreTrainedModel(PreTrainedModel):
             dtype = getattr(config, "dtype", None)
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise ValueError(f"dtype must name one of torch, got {dtype!r}")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: config.json: {error}") from error
         return config
 
