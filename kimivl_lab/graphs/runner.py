@@ -307,23 +307,28 @@ class EncoderCudaGraphRunner:
             whole = Replay(tuple(range(len(specs))), sum(tokens), None)
             return [self._planned_eager(whole, [spec.input_size for spec in specs], "pixels")]
         plan: list[Planned] = []
-        for replay in pack(tokens, self.budgets, self.max_images, self.packing, self.replay_cost):
+        price = self.replay_cost
+        for replay in pack(tokens, self.budgets, self.max_images, self.packing, price):
             patches = [specs[image].input_size for image in replay.images]
             if replay.budget is None:
                 plan.append(self._planned_eager(replay, patches, "too large"))
                 continue
-            pairs = self._replay_pairs(patches, replay.budget)
-            plan.append(Planned(replay, replay.budget, _image_pairs(patches), pairs))
-            if self.max_waste is not None:
+            own = _image_pairs(patches)
+            planned = Planned(replay, replay.budget, own, self._replay_pairs(patches, own, replay.budget))
+            if self._is_slow(planned, own, price):  # first by the least that an eager call computes
                 eager = self._planned_eager(replace(replay, budget=None), patches, "padding")
-                if self._predicted_rows(plan[-1]) > self.max_waste * self._predicted_rows(eager):
-                    plan[-1] = eager
+                if self._is_slow(planned, eager.pairs, price):
+                    planned = eager
+            plan.append(planned)
         return plan
 
-    def _predicted_rows(self, planned: Planned) -> float:
-        price = self.replay_cost
-        fixed = eager_cost(price) if planned.replay.budget is None else price
-        return predicted_rows(planned.replay.rows, planned.pairs, self._pair_rows, fixed)
+    def _is_slow(self, planned: Planned, eager_pairs: int, price: int) -> bool:
+        """Whether the replay is predicted to take more than `max_waste` times as long as an eager call."""
+        if self.max_waste is None:
+            return False
+        replay = planned.replay
+        eager = predicted_rows(replay.tokens, eager_pairs, self._pair_rows, eager_cost(price))
+        return predicted_rows(replay.rows, planned.pairs, self._pair_rows, price) > self.max_waste * eager
 
     def _planned_eager(self, replay: Replay, patches: Sequence[int], reason: str) -> Planned:
         attend = self.tower.resolve_options().attend
@@ -331,11 +336,12 @@ class EncoderCudaGraphRunner:
         own = _image_pairs(patches)
         return Planned(replay, reason, own, sum(patches) ** 2 if dense else own)
 
-    def _replay_pairs(self, patches: Sequence[int], budget: int) -> int:
+    def _replay_pairs(self, patches: Sequence[int], own: int, budget: int) -> int:
+        """Attention pairs that the graph of `budget` computes for images of `patches`, which have `own` themselves."""
         rows = budget * self._merge_size
         if self.capture().all_pairs:
             return rows**2
-        return _image_pairs(patches) + padding_pairs(rows - sum(patches), self.max_images + 1 - len(patches))
+        return own + padding_pairs(rows - sum(patches), self.max_images + 1 - len(patches))
 
     def _calls(self, counted_as: int | str) -> Calls:
         if isinstance(counted_as, int):
