@@ -147,7 +147,7 @@ def test_another_tower_gets_graphs_of_its_own():
     ids=str,
 )
 def test_options_drop_the_graphs_that_hold_them(changes, drops):
-    encoder = encoder_with_graphs()
+    encoder = encoder_with_graphs([40])
     encode(encoder)
     before = encoder.graph_runner
     assert relative_error(encode(encoder.set_options(**changes)), encode(encoder_of())) < 1e-5
