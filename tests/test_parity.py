@@ -1,11 +1,18 @@
-"""Stage by stage, against transformers' Kimi-K2.5 tower (t = 1, mapped weights) and against the plain oracle."""
+"""Against transformers' Kimi-K2.5 tower (t = 1, mapped weights), kornia's Kimi-VL, and the plain oracle."""
 
 import pytest
 import torch
 from transformers.models.kimi_k25 import modeling_kimi_k25 as k25
 
 from kimivl_lab import KimiVLConfig
-from kimivl_lab.bench.peers import grid_thw, halves_from_pairs, kimi_k25_tower
+from kimivl_lab.bench.peers import (
+    grid_thw,
+    halves_from_pairs,
+    images_by_size,
+    kimi_k25_tower,
+    kornia_features,
+    kornia_model,
+)
 from kimivl_lab.moonvit import attention
 from tests import oracle
 from tests.conftest import MIXED_GRIDS, pixels_for, randomise, relative_error, tiny_encoder, tiny_tower
@@ -111,6 +118,24 @@ def test_projector_equals_the_oracle_and_transformers(dtype):
     peer.load_state_dict({f"{names[key.split('.')[0]]}.{key.split('.')[1]}": value for key, value in weights.items()})
     with torch.no_grad():
         assert relative_error(projected, peer(merged).squeeze(1)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("grids", [MIXED_GRIDS, [(64, 64)], [(2, 12), (12, 2), (2, 12)]], ids=str)
+def test_features_and_projector_equal_kornia(grids):
+    pytest.importorskip("kornia.models.kimi_vl")
+    encoder = tiny_encoder(seed=15)
+    tower = encoder.vision_tower
+    pixels = pixels_for(grids, seed=16)
+    batches = images_by_size(pixels, grids)
+    with torch.no_grad():
+        peer = kornia_model(tower, encoder.multi_modal_projector)
+        assert relative_error(tower(pixels, grids), kornia_features(peer, batches)) <= TOLERANCE[torch.float32]
+        projected = kornia_features(peer, batches, projected=True)
+        assert relative_error(encoder.get_image_features(pixels, grids), projected) <= TOLERANCE[torch.float32]
+        turned = images_by_size(pixels, [(w, h) for h, w in grids])
+        other = kornia_features(peer, turned, projected=True)
+    if any(h != w for h, w in grids):
+        assert relative_error(other, projected) > 1e-3, "rows taken for columns must be seen"
 
 
 @pytest.mark.parametrize("backend", ["sdpa_masked", "eager"])

@@ -1,18 +1,24 @@
-"""Another implementation of MoonViT with this library's weights: ours is checked against it and timed beside it.
+"""Other implementations of MoonViT with this library's weights: ours is checked against them and timed beside them.
+
+    transformers   Kimi-K2.5's tower at one frame, always there
+    kornia         `kornia.models.kimi_vl`, tower and projector, where kornia 0.9 is installed; it takes images of one
+                   size a batch, so a mixed batch is one call a size
 
 Records of 2026 also have the variant "open-moonvit", a package that no environment of ours installed and no test ran.
 
 Test: tests/test_parity.py, tests/test_benchmarks.py. Record: encoder__*.csv.
 """
 
+import importlib.util
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
 
-from ..geometry import GridLike
+from ..geometry import GridLike, as_grid_list, patch_counts
 from ..moonvit.model import MoonVitPretrainedModel
 
 _LAYER_NAMES = {"norm0": "norm1", "norm1": "norm2", "wo": "attn.proj", "mlp.fc0": "mlp.fc1", "mlp.fc1": "mlp.fc2"}
@@ -69,8 +75,79 @@ def grid_thw(grid_hws: Sequence[GridLike], device: torch.device | str = "cpu") -
     return torch.tensor([(1, h, w) for h, w in grid_hws], dtype=torch.int64, device=device).reshape(-1, 3)
 
 
+def kornia_model(tower: MoonVitPretrainedModel, projector: nn.Module | None = None) -> Any:
+    """kornia's `KimiVLModel` holding `tower`'s weights, and the projector's where one is given.
+
+    It turns neighbour pairs as we do, so q, k and v are the thirds of `wqkv`.
+
+    Raises:
+        ModuleNotFoundError: kornia is not installed.
+    """
+    from kornia.models.kimi_vl import KimiVLConfig, KimiVLModel, KimiVLProjectorConfig, MoonViTConfig
+
+    ours = tower.config
+    config = MoonViTConfig(
+        patch_size=ours.patch_size,
+        init_pos_emb_height=ours.init_pos_emb_height,
+        init_pos_emb_width=ours.init_pos_emb_width,
+        hidden_size=ours.hidden_size,
+        num_hidden_layers=ours.num_hidden_layers,
+        num_attention_heads=ours.num_attention_heads,
+        intermediate_size=ours.intermediate_size,
+    )
+    given = {} if projector is None else dict(projector.named_parameters())
+    hidden, out = (given[f"linear_{n}.weight"].shape[0] if given else 1 for n in (1, 2))
+    sizes = KimiVLProjectorConfig(input_dim=ours.hidden_size, hidden_dim=hidden, output_dim=out)
+    peer = KimiVLModel(KimiVLConfig(config, sizes)).to(dtype=tower.dtype, device=tower.device).eval()
+    names = {"pre_norm": "pre_norm", "linear_1": "mlp.0", "linear_2": "mlp.2"}
+    mapped = {"vision_encoder.pos_embed": tower.patch_embed.pos_emb.weight.flatten(0, 1)[None]}
+    for name, value in given.items():
+        module, kind = name.split(".")
+        mapped[f"projector.{names[module]}.{kind}"] = value
+    for prefix, module in (("patch_embed", tower.patch_embed.proj), ("norm", tower.encoder.final_layernorm)):
+        mapped |= {f"vision_encoder.{prefix}.{name}": value for name, value in module.named_parameters()}
+    for index, block in enumerate(tower.encoder.blocks):
+        prefix = f"vision_encoder.encoder.layers.{index}."
+        for name, value in block.named_parameters():
+            module, kind = name.rsplit(".", 1)
+            if module == "wqkv":
+                mapped |= {
+                    f"{prefix}attn.{part}_proj.{kind}": rows for part, rows in zip("qkv", value.chunk(3), strict=True)
+                }
+            else:
+                mapped[f"{prefix}{_LAYER_NAMES[module].replace('attn.proj', 'attn.out_proj')}.{kind}"] = value
+    peer.load_state_dict({name: value.detach() for name, value in mapped.items()}, strict=bool(given))
+    return peer
+
+
+def images_by_size(pixels: Tensor, grid_hws: Sequence[GridLike]) -> list[tuple[list[int], Tensor]]:
+    """The patches (L, 3, p, p) of a batch as whole images: for each size, which images have it, and (B, 3, H, W)."""
+    grids = as_grid_list(grid_hws)
+    parts = pixels.split(patch_counts(grids))
+    batches = []
+    for size in dict.fromkeys(grids):
+        which = [index for index, grid in enumerate(grids) if grid == size]
+        patches = torch.stack([parts[index] for index in which]).unflatten(1, (size.h, size.w))  # (B, h, w, 3, p, p)
+        batches.append((which, patches.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3).contiguous()))
+    return batches
+
+
+def kornia_features(model: Any, batches: Sequence[tuple[list[int], Tensor]], *, projected: bool = False) -> Tensor:
+    """What `model` makes of `images_by_size`: (T, 4, D), or (T, out) with its projector."""
+    by_image: dict[int, Tensor] = {}
+    for which, images in batches:
+        if projected:
+            features = model(images)
+        else:
+            h, w = (side // model.patch_size for side in images.shape[2:])
+            grid = model.vision_encoder(images).unflatten(1, (h // 2, 2, w // 2, 2))  # (B, h/2, 2, w/2, 2, D)
+            features = grid.transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B, T, 4, D)
+        by_image |= dict(zip(which, features, strict=True))
+    return torch.cat([by_image[index] for index in sorted(by_image)])
+
+
 def peers(tower: MoonVitPretrainedModel) -> dict[str, Callable[[Tensor, Sequence[GridLike]], Callable[[], Tensor]]]:
-    """Peers by name: from (pixel values, grids) to a call that gives (T, 4, D)."""
+    """Peers by name: from (pixel values, grids) to a call that gives (T, 4, D). Only those that are installed."""
     k25 = kimi_k25_tower(tower)
 
     def transformers(pixels: Tensor, grids: Sequence[GridLike]) -> Callable[[], Tensor]:
@@ -78,4 +155,13 @@ def peers(tower: MoonVitPretrainedModel) -> dict[str, Callable[[Tensor, Sequence
         pixels = pixels.to(tower.dtype)
         return lambda: k25(pixels, grid_thw=grids_thw).pooler_output
 
-    return {"transformers": transformers}
+    found = {"transformers": transformers}
+    if importlib.util.find_spec("kornia") is not None:
+        model = kornia_model(tower)
+
+        def kornia(pixels: Tensor, grids: Sequence[GridLike]) -> Callable[[], Tensor]:
+            batches = images_by_size(pixels.to(tower.dtype), grids)
+            return lambda: kornia_features(model, batches)
+
+        found["kornia"] = kornia
+    return found
