@@ -14,6 +14,7 @@ Where a name is known from elsewhere:
     KimiVLMultiModalProjector             KimiVLMultiModalProjector       KimiVLMultiModalProjector
     KimiVLEncoder.get_image_features      get_image_feature               embed_multimodal
     QKVParallelLinear, RowParallelLinear  QKVParallelLinear, ...          QKVParallelLinear, ...
+    KimiVLForConditionalGeneration        KimiVLForConditionalGeneration  KimiVLForConditionalGeneration
     KimiVLEncoder.set_encoder_parallel    mm_enable_dp_encoder            mm_encoder_tp_mode
     run_dp_sharded_vision_model           run_dp_sharded_mrope_..._model  run_dp_sharded_mrope_vision_model
     get_dp_encoder_lb_assignment          get_dp_encoder_lb_assignment    get_load_balance_assignment

@@ -14,7 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kimivl_lab import EncoderCudaGraphRunner, KimiVLConfig, KimiVLEncoder, MoonViTConfig
+from kimivl_lab import (
+    EncoderCudaGraphRunner,
+    KimiVLConfig,
+    KimiVLEncoder,
+    KimiVLForConditionalGeneration,
+    MoonViTConfig,
+)
 from kimivl_lab.geometry import patch_counts
 from kimivl_lab.kernels.packed_linear import PACKED_KERNELS
 from kimivl_lab.kernels.rotation import rotate_complex
@@ -28,8 +34,9 @@ from kimivl_lab.parallel.data_parallel import run_dp_sharded_vision_model
 from kimivl_lab.parallel.groups import init_group
 from kimivl_lab.parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from kimivl_lab.parallel.tensor_parallel import tensor_parallel, tensor_parallel_sizes
-from tests.conftest import pixels_for, relative_error, tiny_encoder
+from tests.conftest import pixels_for, randomise, relative_error, tiny_encoder
 from tests.rank_cases import GRIDS, StubTower, encoder_of, free_links, on_ranks, results_of, tower_of
+from tests.tiny_kimi_vl import PLACEHOLDER, tiny_json
 
 TIMEOUT_S = 15.0
 COUNTS = (0, 1, 3, 5, 9)
@@ -213,6 +220,28 @@ def graph_runner(group, folder):
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_ranks_may_replay_graphs(results, ranks):
     assert max(results(ranks, graph_runner)) < 1e-5
+
+
+@on_ranks
+def answers(group, folder):
+    """By mode, whether the whole model generates the ids of one process: a prompt with two images, one without."""
+    ids = torch.tensor([[1, *[PLACEHOLDER] * 6, 2, *[PLACEHOLDER] * 4, 3], list(range(10, 23))])
+    images = {"pixel_values": pixels_for([(4, 6), (8, 2)]), "image_grid_hws": [(4, 6), (8, 2)]}
+
+    def generate(mode):
+        model = randomise(KimiVLForConditionalGeneration(KimiVLConfig(**tiny_json())), 3).eval()
+        if mode != "none":
+            model.set_encoder_parallel(mode, group)
+        return model.generate(input_ids=ids, **images, max_new_tokens=4, do_sample=False)
+
+    want = generate("none")
+    return {mode: torch.equal(generate(mode), want) for mode in ("data", "auto", *["tensor"] * (group.size() <= 2))}
+
+
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
+def test_the_whole_model_answers_the_same_in_every_mode(results, ranks):
+    for found in results(ranks, answers):
+        assert len(found) >= 2 and all(found.values()), found
 
 
 @on_ranks

@@ -13,6 +13,7 @@ PROMISED = {
     *("KimiVLImageProcessor", "KimiVLEncoder", "EncoderCudaGraphRunner", "plan_budgets"),
     *("run_dp_sharded_vision_model", "count_host_syncs", "on_device", "split_image_features", "image_geometry"),
     *("build_merge_gather_idx", "patch_merger", "patch_merger_packed", "EncoderOptions"),
+    "KimiVLForConditionalGeneration",
 }
 
 
