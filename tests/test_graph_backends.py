@@ -230,6 +230,7 @@ class FakeCuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr("kimivl_lab.graphs.cuda.HostSyncCounter", lambda **settings: nullcontext())
+        monkeypatch.setattr("kimivl_lab.graphs.cuda._CAPTURE_STREAMS", {})  # no stub may be left for a real GPU
 
     @contextmanager
     def graph(self, graph, *args, **kwargs):

@@ -177,12 +177,18 @@ def test_no_two_runners_capture_on_one_stream(monkeypatch):
     handed = iter(range(10_000))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream {next(handed) % 32}")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(cuda, "_CAPTURE_STREAMS", {})
     backends = []
     for _ in range(8):
         backends.append(cuda.CudaBackend(GPU))
         for _ in range(31):  # the user's
             torch.cuda.Stream(GPU)
-    assert len({backend.stream for backend in backends}) == 8
+    streams = {backend.stream for backend in backends}
+    assert len(streams) == 8
+    for _ in range(5):
+        backends.pop()
+        backends.append(cuda.CudaBackend(GPU))
+        assert {backend.stream for backend in backends} == streams, "each has a workspace that stays"
 
 
 def test_a_copied_cache_has_no_events(streams):

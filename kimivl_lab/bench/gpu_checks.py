@@ -24,11 +24,13 @@ from torch import Tensor
 
 from ..config import MoonViTConfig
 from ..geometry import GridLike
+from ..graphs.cuda import CudaBackend
 from ..graphs.runner import EncoderCudaGraphRunner
 from ..kernels.dispatch import compile_unavailable
 from ..kernels.packed_attention import WITHOUT_BACKWARD, attention_unavailable
 from ..kernels.rotation import rotate_compiled, rotate_complex
 from ..measure.roofline import copy_gbps_of
+from ..measure.timing import time_interleaved
 from ..moonvit.attention import ATTENTION_BACKENDS
 from ..moonvit.metadata import EncoderMetadata
 from ..moonvit.model import MoonVitPretrainedModel
@@ -64,6 +66,17 @@ class Skipped(Exception):
 # --- what is checked -------------------------------------------------------------------------------------------------
 
 
+def same_as_cpu(device: torch.device) -> None:
+    """Float and raw uint8 patches give on the device the features that float32 gives on the CPU."""
+    raw = torch.randint(0, 256, (sum(h * w for h, w in GRIDS), 3, 14, 14), dtype=torch.uint8, device="cpu")
+    floats = (raw.float() / 255 - 0.5) / 0.5
+    want = _tower(torch.device("cpu"), torch.float32)(floats, GRIDS)
+    for dtype, tolerance in TOLERANCE.items():
+        tower = _tower(device, dtype)
+        for pixels in (floats, raw):
+            _compare(tower(pixels, GRIDS).cpu(), want, tolerance)
+
+
 def compiler(device: torch.device) -> None:
     """Triton, a C compiler and Python's headers are there, so that the rotation of q and k can be compiled."""
     _needs_cuda(device)
@@ -96,6 +109,35 @@ def pool_bytes(device: torch.device) -> None:
     runner.capture()
     parts = {budget: calls.nbytes for budget, calls in runner.stats.graphs.items()}
     assert min(parts.values()) >= 0 and sum(parts.values()) > 0, f"bytes by budget: {parts}"
+
+
+def reset_frees(device: torch.device) -> None:
+    """A runner that is reset gives its pool and inputs back to the device."""
+    _needs_cuda(device)
+    runner = EncoderCudaGraphRunner(_tower(device, torch.bfloat16), [1104])
+    reserved, held = [], 0
+    for _ in range(5):  # the first make workspaces that stay
+        runner.capture()
+        held = runner.stats.nbytes
+        runner.reset()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved(device))
+    grown = reserved[-1] - reserved[1]
+    assert grown < held, f"{grown / 2**20:.0f} MiB are left of three captures of {held / 2**20:.0f} MiB"
+
+
+def half_full_graphs(device: torch.device) -> None:
+    """A graph half full of padding takes less than `max_waste` (2) times as long as the eager call of its images."""
+    _needs_cuda(device)
+    tower = _tower(device, torch.bfloat16, "lab")
+    runner = EncoderCudaGraphRunner(tower, [512], max_waste=None)
+    for grids in ([(32, 32)], [(8, 16)] * 8):
+        pixels = noise(grids, 0).to(device, torch.bfloat16)
+        runs = {"eager": lambda: tower(pixels, grids), "replay": lambda: runner(pixels, grids)}  # noqa: B023
+        times = time_interleaved(runs, device=device, warmup=3, repeats=15)
+        eager, replay = times["eager"].p50_ms, times["replay"].p50_ms
+        assert replay < 2 * eager, f"{len(grids)} images: {replay:.2f} ms by a graph, {eager:.2f} ms eager"
 
 
 def rows_past_the_images(device: torch.device) -> None:
@@ -197,7 +239,7 @@ def out_of_memory(device: torch.device) -> None:
 
 
 def nccl_alone(device: torch.device) -> None:
-    """A group of one rank by NCCL sums, gathers and broadcasts, with no variable of torchrun set."""
+    """A group of one rank by NCCL sums, gathers, broadcasts and is captured, with no variable of torchrun set."""
     _needs_cuda(device)
     if dist.is_initialized() or not dist.is_nccl_available():
         raise Skipped("a group exists already, or torch has no NCCL")
@@ -208,6 +250,16 @@ def nccl_alone(device: torch.device) -> None:
         dist.all_gather_into_tensor(gathered, ones, group=dist.group.WORLD)
         dist.broadcast_object_list(said, src=0, group=dist.group.WORLD, device=ones.device)
         assert gathered.tolist() == [1, 1, 1] and said == ["a cost model"]
+
+        def doubled_sum(x: Tensor) -> Tensor:
+            y = 2 * x
+            dist.all_reduce(y, group=dist.group.WORLD)
+            return y
+
+        graph = CudaBackend(ones.device).capture(doubled_sum, {"x": ones}, dict, allow_collectives=True)
+        ones.fill_(3)
+        graph.replay()
+        assert graph.output.tolist() == [6, 6, 6], "a captured all_reduce reads what was there at the capture"
     finally:
         dist.destroy_process_group()
 
@@ -215,12 +267,15 @@ def nccl_alone(device: torch.device) -> None:
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "graphs_bfloat16": graphs_bfloat16,
     "graphs_float32": graphs_float32,
+    "same_as_cpu": same_as_cpu,
     "pool_bytes": pool_bytes,
+    "reset_frees": reset_frees,
     "rows_past_the_images": rows_past_the_images,
     "gradients": gradients,
     "weights_announced": weights_announced,
     "no_waits": no_waits,
     "two_streams": two_streams,
+    "half_full_graphs": half_full_graphs,
     "kernel_time_once": kernel_time_once,
     "second_level_cache": second_level_cache,
     "compiler": compiler,
@@ -257,9 +312,9 @@ def _needs_cuda(device: torch.device) -> None:
         raise Skipped("needs a GPU")
 
 
-def _tower(device: torch.device, dtype: torch.dtype) -> MoonVitPretrainedModel:
+def _tower(device: torch.device, dtype: torch.dtype, preset: str = "tiny") -> MoonVitPretrainedModel:
     torch.manual_seed(0)
-    return MoonVitPretrainedModel(MoonViTConfig.preset("tiny")).eval().requires_grad_(False).to(device, dtype)
+    return MoonVitPretrainedModel(MoonViTConfig.preset(preset)).eval().requires_grad_(False).to(device, dtype)
 
 
 def _pinned_allocations() -> int:

@@ -128,14 +128,21 @@ class CudaBackend:
 
 
 _LIVE: WeakSet[CudaBackend] = WeakSet()
+_CAPTURE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def _stream_of_its_own(device: torch.device) -> torch.cuda.Stream:
-    """A stream that no other backend captures on.
+    """A stream that no other backend captures on; streams of backends that are gone are taken again.
 
     cuBLAS has one workspace for each stream, and a graph holds the address of its capture stream's. Two graphs with one
-    workspace must not run at the same time, as those of two runners may.
+    workspace must not run at the same time, as those of two runners may. A workspace is never freed (32 MiB on an
+    H100), so a new stream for each capture would fill the memory.
     """
+    known = _CAPTURE_STREAMS.setdefault(device, [])
     taken = [backend.stream for backend in _LIVE]
-    streams = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
-    return next((stream for stream in streams if stream not in taken), streams[0])
+    for stream in known:
+        if stream not in taken:
+            return stream
+    made = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
+    known.append(next((stream for stream in made if stream not in known), made[0]))
+    return known[-1]

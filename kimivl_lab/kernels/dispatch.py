@@ -91,6 +91,9 @@ def is_untouched_throughout(module: nn.Module) -> bool:
 class CompiledFunction:
     """Calls `function` compiled by torch.compile, once for all shapes. The first call logs that it compiles.
 
+    torch keeps separate code for gradients on, for no_grad and for inference mode, and each is compiled at its first
+    call. Graphs are captured under no_grad, as a runner calls the tower.
+
     Where compiling or starting the compiled code fails (no C++ compiler, a compile worker that died, a GPU that the
     code does not run on), `fallback` computes the call, by default `function` itself, uncompiled. Any such error is
     counted in `errors` and logged. The next calls run the fallback, 1,000 of them at first and ten times as many after
