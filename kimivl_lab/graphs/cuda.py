@@ -135,8 +135,8 @@ def _stream_of_its_own(device: torch.device) -> torch.cuda.Stream:
     """A stream that no other backend captures on; streams of backends that are gone are taken again.
 
     cuBLAS has one workspace for each stream, and a graph holds the address of its capture stream's. Two graphs with one
-    workspace must not run at the same time, as those of two runners may. A workspace is never freed (32 MiB on an
-    H100), so a new stream for each capture would fill the memory.
+    workspace must not run at the same time, as those of two runners may. A workspace stays to the end of the
+    process, so a new stream for each capture would fill the memory.
     """
     known = _CAPTURE_STREAMS.setdefault(device, [])
     taken = [backend.stream for backend in _LIVE]
