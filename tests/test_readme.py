@@ -107,7 +107,7 @@ def test_the_recipe_writes_sizes_that_plan_reads(tmp_path, monkeypatch):
 
 def test_the_command_lines_are_understood():
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("kimivl-lab")]
-    assert len(lines) == 9
+    assert len(lines) == 10
     for line in lines:
         arguments = cli._parser().parse_args(shlex.split(line, comments=True)[1:])
         paths = getattr(arguments, "images", None) or []

@@ -1,6 +1,6 @@
 """The command line, `kimivl-lab`: `encode` makes features from image files, `plan` makes graph budgets from image
 sizes, `advise` makes a page of decisions for a server, `chat` answers questions about images, `make-checkpoint` writes
-a small random model, `info` says what this machine offers.
+a small random model, `ttft` measures a running server, `info` says what this machine offers.
 
 Each command is a module of this package with a function `run(arguments)`, which returns the exit status: 0, or 2 after
 anything that the user can mend. The module is imported when its command runs, so that `--help` answers at once.
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_advise(commands)
     _add_chat(commands)
     _add_make_checkpoint(commands)
+    _add_ttft(commands)
     commands.add_parser("info", help="this machine, the versions, and the kernels that run here")
     return parser
 
@@ -138,6 +139,42 @@ def _add_make_checkpoint(commands: Any) -> None:
     count("--experts", default=4, help="experts of a layer, 2 or more (default: 4)")
 
 
+def _add_ttft(commands: Any) -> None:
+    command = commands.add_parser("ttft", help="time to first token of a running server under a load of images")
+    add = command.add_argument
+    count = partial(add, type=_positive, metavar="N")
+    add("--endpoint", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
+    add("--out", type=Path, metavar="DIR", help="a new folder for the run")
+    count("--requests", default=100, help="requests to send (default: 100)")
+    add("--rate", type=_above_zero, default=1.0, metavar="R", help="requests a second, on average (default: 1)")
+    add("--arrivals", choices=("poisson", "constant"), default="poisson", help="default: poisson, independent users")
+    source = command.add_mutually_exclusive_group()
+    source.add_argument(
+        "--workload", default="receipts", metavar="NAME", help="sizes in data/workloads (default: receipts)"
+    )
+    source.add_argument("--sizes", type=Path, metavar="CSV", help="lines of width,height[,count] in pixels")
+    some = "images of a request; of several numbers each request takes one (default: 1)"
+    add("--images-per-request", type=_positives, default=(1,), metavar="N[,N...]", help=some)
+    count("--max-tokens", default=16, help="new tokens of an answer (default: 16)")
+    count("--in-token-limit", default=4096, help="the server's, for the check of its prompt tokens (default: 4096)")
+    add("--model", metavar="NAME", help="default: the only one that the server lists")
+    add("--api-key", metavar="KEY", help="sent as a bearer token")
+    add(
+        "--timeout",
+        type=_above_zero,
+        default=120.0,
+        metavar="S",
+        help="seconds until a request has failed (default: 120)",
+    )
+    add("--time-limit", type=_above_zero, metavar="S", help="seconds after which nothing more is sent")
+    add("--warmup", type=_not_negative, default=4, metavar="N", help="requests before the test (default: 4)")
+    add("--seed", type=_seed, default=0, metavar="N", help="of arrivals and sizes (default: 0)")
+    add("--show", type=Path, metavar="DIR", help="summarise a run, also one that was killed")
+    add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="say whether two runs of the same load differ")
+    least = "with --compare: the least ratio that counts as a difference, 0.03 for 3 %% (default: 0.03)"
+    add("--margin", type=_above_zero, default=0.03, metavar="M", help=least)
+
+
 def _add_sizes(command: Any) -> None:
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--sizes", type=Path, metavar="CSV", help="lines of width,height[,count] in pixels")
@@ -183,6 +220,12 @@ def _positive(text: str) -> int:
 
 def _positives(text: str) -> tuple[int, ...]:
     return tuple(_positive(number) for number in text.split(","))
+
+
+def _above_zero(text: str) -> float:
+    if (value := _temperature(text)) == 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
 
 
 def _temperature(text: str) -> float:

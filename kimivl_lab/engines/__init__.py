@@ -1,0 +1,1 @@
+"""Serving engines seen from outside and from inside: a client that measures an endpoint, and plugins."""
