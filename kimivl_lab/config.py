@@ -33,8 +33,8 @@ _TEXT_PRESETS: dict[str, dict[str, Any]] = {
 }
 PRESETS = tuple(_VISION_PRESETS)
 
-# More than any tower has: a damaged config.json must not fill the memory before its tensors are compared.
-_LARGEST_SIZE, _MOST_LAYERS = 65_536, 1_000
+# More than any model has: a damaged config.json must not fill the memory before its tensors are compared.
+_LARGEST_SIZE, _MOST_LAYERS, _MOST_EXPERTS = 65_536, 1_000, 10_000
 
 # Keys that other vision towers and their configurations use, with the values that mean what MoonViT computes.
 _VISION_MATHEMATICS: dict[str, tuple[Any, ...]] = {
@@ -173,10 +173,13 @@ class KimiVLConfig(PreTrainedConfig):
             if not isinstance(value, config_class):
                 raise ValueError(f"{key} must be a {config_class.model_type} configuration, got {value!r:.200}")
             setattr(self, key, value)
-        _refuse_other_values(vars(self.text_config), _TEXT_MATHEMATICS, "the language model")
-        pad, size = self.text_config.pad_token_id, self.text_config.vocab_size
-        if pad is not None and not -size <= pad < size:
-            raise ValueError(f"pad_token_id {pad} of the text_config is not in its vocabulary of {size}")
+        text = self.text_config
+        _refuse_other_values(vars(text), _TEXT_MATHEMATICS, "the language model")
+        as_positive("num_hidden_layers of the text_config", text.num_hidden_layers, most=_MOST_LAYERS)
+        as_positive("n_routed_experts of the text_config", text.n_routed_experts, most=_MOST_EXPERTS)
+        _refuse_other_values(vars(text), {"head_dim": (text.qk_rope_head_dim,)}, "the rope of the language model")
+        if text.pad_token_id is not None and not -text.vocab_size <= text.pad_token_id < text.vocab_size:
+            raise ValueError(f"pad_token_id {text.pad_token_id} is past the text_config's vocabulary {text.vocab_size}")
         super().__post_init__(**kwargs)
 
     @classmethod
