@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimivl_lab import EncoderOptions, MoonViTConfig, MoonVitPretrainedModel
-from kimivl_lab.kernels.packed_attention import attend_packed, packed_attention_backward
+from kimivl_lab.kernels.packed_attention import _import_error, attend_packed, packed_attention_backward
 from kimivl_lab.kernels.packed_linear import (
     PACKED_KERNELS,
     PackedCopy,
@@ -156,6 +156,31 @@ def test_S14_metadata_made_by_hand_is_checked_as_a_whole():
 def test_S14_fewer_patches_than_the_grids_need_are_refused(backend):
     with pytest.raises(ValueError, match="q holds 80 patches, .* need 92"):
         ATTENTION_BACKENDS[backend](*qkv(80), metadata_for(MIXED_GRIDS))
+
+
+@pytest.mark.parametrize(
+    "capability, expected", [((7, 5), "sdpa"), ((8, 0), "torch_varlen"), ((10, 0), "torch_varlen")]
+)
+def test_auto_takes_no_kernel_that_the_gpu_is_too_old_for(capability, expected, monkeypatch):
+    """A T4 takes bfloat16 tensors; the CUDA kernels begin with Ampere."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name.startswith("torch.") else None)
+    assert resolve_attention("auto", "cuda", torch.bfloat16) is ATTENTION_BACKENDS[expected]
+    if expected == "sdpa":
+        with pytest.raises(ValueError, match=r"8\.0 \(Ampere\), this one has 7\.5"):
+            resolve_attention("torch_varlen", "cuda", torch.bfloat16)
+
+
+def test_auto_passes_a_package_that_cannot_be_imported(monkeypatch, tmp_path):
+    """flash-attn is compiled for one torch, and its import fails with another."""
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda9SetDevice')")
+    monkeypatch.syspath_prepend(tmp_path)
+    _import_error.cache_clear()
+    assert resolve_attention("auto", "cuda", torch.bfloat16) is ATTENTION_BACKENDS["torch_varlen"]
+    with pytest.raises(ValueError, match="undefined symbol"):
+        resolve_attention("flash_attn", "cuda", torch.bfloat16)
+    _import_error.cache_clear()
 
 
 def test_an_unknown_kernel_is_refused():

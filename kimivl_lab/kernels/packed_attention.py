@@ -19,6 +19,7 @@ Test: tests/test_attention.py, tests/test_amx.py, tests/test_simd.py. Record: at
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -32,6 +33,7 @@ from .host_attention import attend
 from .library import LIBRARIES, unavailable
 
 KERNELS = ("flash_attn", "torch_varlen", "amx", "simd", "sdpa")  # the first that runs is the fastest
+_LEAST_CAPABILITY = (8, 0)  # of a GPU, for the two CUDA kernels
 WITHOUT_BACKWARD = ("amx", "simd")
 
 
@@ -125,10 +127,23 @@ def attention_unavailable(name: str, device: torch.device, dtype: torch.dtype) -
         return f"{name} needs a CUDA device, the tower is on {device}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{name} takes bfloat16 and float16, not {dtype}"
+    if torch.cuda.is_available() and (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        wanted = ".".join(map(str, _LEAST_CAPABILITY))
+        return f"{name} needs a GPU of compute capability {wanted} (Ampere), this one has {found[0]}.{found[1]}"
     package = {"flash_attn": "flash_attn", "torch_varlen": "torch.nn.attention.varlen"}[name]
     if importlib.util.find_spec(package) is None:
         install = "pip install flash-attn --no-build-isolation" if name == "flash_attn" else "pip install 'torch>=2.10'"
         return f"{name} needs {package}, which is not installed: {install}"
+    return _import_error(package)
+
+
+@cache
+def _import_error(package: str) -> str | None:
+    """Why `package`, which is installed, cannot be imported: often it was compiled for another torch."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # "auto" takes another kernel, whatever is wrong with this one
+        return f"{package} is installed and cannot be imported: {type(error).__name__}: {error!s:.200}"
     return None
 
 
