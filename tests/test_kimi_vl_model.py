@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, DeepseekV3ForCausalLM
 from transformers.models.kimi_k25 import modeling_kimi_k25 as k25
 
-from kimivl_lab import EncoderOptions, KimiVLForConditionalGeneration
+from kimivl_lab import EncoderOptions, KimiVLConfig, KimiVLForConditionalGeneration, count_host_syncs, on_device
 from kimivl_lab.bench.peers import grid_thw, kimi_k25_tower
 from kimivl_lab.kimi_vl.random_checkpoint import write_random_checkpoint
 from tests.conftest import pixels_for, relative_error
@@ -404,3 +404,19 @@ def test_processor_and_model_of_one_folder_agree(tmp_path, limit, tokens):
     images = {name: other[name] for name in ("pixel_values", "image_grid_hws")}
     with pytest.raises(ValueError, match=rf"{tokens} image placeholders for 1 "):
         model.generate(**(inputs | images), max_new_tokens=1)
+
+
+def test_H1_a_prompt_is_counted_by_one_read_and_a_step_reads_nothing_back():
+    """With dense layers: transformers' experts take other operators on a GPU than a pretended device has."""
+    config = tiny_json()
+    config["text_config"]["first_k_dense_replace"] = 3
+    options = EncoderOptions(rope="real", linear="plain")
+    model = on_device(KimiVLForConditionalGeneration(KimiVLConfig(**config), options).eval())
+    inputs = prompts((2,))
+    ids, pixels, grids = on_device(inputs["input_ids"]), inputs["pixel_values"], inputs["image_grid_hws"]
+    with torch.no_grad():
+        prompt = count_host_syncs(lambda: model(ids, pixels, grids, use_cache=True))
+        assert prompt.by_kind == {"tolist": 1}, prompt
+        name = "cache" if "cache" in prompt.value else "past_key_values"
+        step = count_host_syncs(lambda: model(on_device(torch.tensor([[5]])), **{name: prompt.value[name]}))
+    assert step.total == 0, step
