@@ -208,6 +208,10 @@ class EncoderOptions:
     compile: run the blocks through torch.compile, which fuses norms, rope, activations and residuals: one graph for
         all blocks and batches. `rope` and `linear` are then the compiler's.
     position_cache_bytes: most bytes that position "cached" keeps; 0: none.
+    compute: the dtype between the layers of a bfloat16 or float16 tower on a CPU. "weights": the weights' own.
+        "float32": weights are raised when they are packed, which takes 4 bytes a weight instead of 2, and the result is
+        rounded at the end. "auto": float32 where products in the weights' dtype are slower, by a short measurement. A
+        layer with a hook or an adapter, a replaced layer, or a wanted gradient: the weights' own.
     weights: "checked" (before each forward on a CPU the weights are compared with those that were packed, so that no
         change is missed) or "announced" (no comparison and no memory for it; a change that torch does not count must
         be announced by `tower.weights_changed()`). See `kimivl_lab.kernels.weight_state`.
@@ -218,6 +222,7 @@ class EncoderOptions:
     rope: str = "auto"
     linear: str = "auto"
     compile: bool = False
+    compute: str = "auto"
     weights: str = "checked"
     position_cache_bytes: int = 256 * 2**20
 

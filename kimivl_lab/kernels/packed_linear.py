@@ -6,6 +6,9 @@ the weight. With it the product, its bias and the activation or residual are one
     "prepacked"   oneDNN's product, float32 and bfloat16
     "amx"         our own, bfloat16, for processors with matrix extensions: see `kimivl_lab.kernels.amx`
 
+`RAISED` is oneDNN's product in float32 with weights of half precision, raised when they are packed: the copy then has 4
+bytes a weight. `kimivl_lab.kernels.precision` says where that is faster.
+
 Test: tests/test_attention.py, tests/test_amx.py, tests/test_faults_weights.py. Record: encoder__*.csv.
 """
 
@@ -135,6 +138,12 @@ def packed_copy(layer: nn.Module) -> PackedCopy | None:
     return vars(layer).get(_SLOT)
 
 
+def are_packed(layers: Iterable[nn.Module], kernel: PackedKernel) -> bool:
+    """Whether each of `layers` has a copy for `kernel`, which `fused_linear` then uses."""
+    copies = map(packed_copy, layers)
+    return all(copy is not None and copy.kernel is kernel and copy.current is not None for copy in copies)
+
+
 def release_packed(module: nn.Module) -> None:
     """Frees the packed copies of all layers in `module`."""
     for layer in module.modules():
@@ -161,6 +170,13 @@ def _amx_multiply(
     return call(x, packed, out_features, bias, residual, gelu_tanh)
 
 
+def _raised_multiply(
+    x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None, residual: Tensor | None, gelu_tanh: bool
+) -> Tensor:
+    return _onednn_multiply(x, packed, out_features, None if bias is None else bias.to(x.dtype), residual, gelu_tanh)
+
+
+RAISED = PackedKernel(lambda weight: _onednn_pack(weight.float()), _raised_multiply)
 PACKED_KERNELS = {
     "amx": PackedKernel(pack, _amx_multiply),
     "prepacked": PackedKernel(_onednn_pack, _onednn_multiply),

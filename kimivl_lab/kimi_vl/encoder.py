@@ -36,7 +36,7 @@ from ..parallel.groups import SharedGroup, check_group
 from ..parallel.tensor_parallel import CutTower, tensor_parallel
 
 ENCODER_PARALLEL = ("none", "data", "tensor", "auto")
-_IN_GRAPHS = {"attention", "rope", "linear", "compile"}  # the options that a captured graph has frozen
+_IN_GRAPHS = {"attention", "rope", "linear", "compile", "compute"}  # the options that a captured graph has frozen
 
 
 class KimiVLMultiModalProjector(nn.Module):
@@ -84,10 +84,10 @@ class KimiVLEncoder(SupportsEncoderCudaGraph, StrictPreTrainedModel):
         """Changes how the tower computes, by `EncoderOptions`' names; call it between requests.
 
         What goes with a change, and is made anew when it is needed:
-            attention, rope, linear, compile    captured graphs and their counters
-            linear="plain", compile=True        the packed copies of the weights
-            position other than "cached"        the entries of the position cache
-            position_cache_bytes                the entries that are over the new bound
+            attention, rope, linear, compile, compute   captured graphs and their counters
+            linear="plain", compile=True                the packed copies of the weights
+            position other than "cached"                the entries of the position cache
+            position_cache_bytes                        the entries that are over the new bound
 
         Raises:
             TypeError: a name that `EncoderOptions` does not have.

@@ -5,20 +5,35 @@ Block: x += wo(attention(rope(wqkv(norm0 x)))); x += fc1(gelu_tanh(fc0(norm1 x))
 The submodules are plain torch modules under the checkpoint's names. A layer that is untouched is fused with what
 follows it; one with hooks, an adapter or another class is called with its input only (see `fused_linear`).
 
-Test: tests/test_tower.py, tests/test_parity.py, tests/test_faults_weights.py. Record: encoder__*.csv.
+Test: tests/test_tower.py, tests/test_parity.py, tests/test_compute.py, tests/test_faults_weights.py.
+Record: encoder__*.csv.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..config import EncoderOptions, MoonViTConfig
 from ..kernels.dispatch import CompiledFunction, is_untouched, is_untouched_throughout
-from ..kernels.packed_linear import FusedModule, PackedKernel, fused_linear, refresh_packed, resolve_linear
+from ..kernels.packed_linear import (
+    PACKED_KERNELS,
+    RAISED,
+    FusedModule,
+    PackedKernel,
+    are_packed,
+    fused_linear,
+    packed_unavailable,
+    refresh_packed,
+    resolve_linear,
+)
+from ..kernels.precision import HALF, half_pays
 from ..kernels.rotation import Rotation, resolve_rotation, rotate_real
+from ..kernels.weight_state import WeightState
 from .attention import PackedAttention, resolve_attention
 from .metadata import EncoderMetadata
 
@@ -29,6 +44,7 @@ class ResolvedOptions:
 
     linear: None computes plain products.
     checked: whether packed copies are compared with their weights before each forward, see `WeightState`.
+    raised: the same in float32, for layers of half precision that are untouched; None where it is not wanted.
     """
 
     rotate: Rotation
@@ -36,6 +52,7 @@ class ResolvedOptions:
     linear: PackedKernel | None
     compiled: bool = False
     checked: bool = True
+    raised: "ResolvedOptions | None" = None
 
     @classmethod
     def resolve(cls, options: EncoderOptions, device: torch.device, dtype: torch.dtype) -> "ResolvedOptions":
@@ -45,9 +62,40 @@ class ResolvedOptions:
         linear = resolve_linear(options.linear, device, dtype)
         if options.weights not in ("checked", "announced"):
             raise ValueError(f"unknown weights rule {options.weights!r}: one of checked, announced")
+        if options.compute not in ("auto", "weights", "float32"):
+            raise ValueError(f"unknown compute {options.compute!r}: one of auto, weights, float32")
         if options.compile:
             return cls(rotate_real, attend, None, compiled=True)
-        return cls(rotate, attend, linear, checked=options.weights == "checked")
+        checked = options.weights == "checked"
+        raised = cls._raise(options, device, checked) if _wants_float32(options, device, dtype) else None
+        return cls(rotate, attend, linear, checked=checked, raised=raised)
+
+    @classmethod
+    def _raise(cls, options: EncoderOptions, device: torch.device, checked: bool) -> "ResolvedOptions":
+        rotate = resolve_rotation(options.rope, device, torch.float32)
+        return cls(rotate, resolve_attention(options.attention, device, torch.float32), RAISED, checked=checked)
+
+
+def _wants_float32(options: EncoderOptions, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a tower of `dtype` computes in float32; ValueError if that is asked for and cannot be."""
+    if options.compute == "weights" or dtype not in HALF or torch.is_grad_enabled():
+        return False
+    reason = packed_unavailable("prepacked", device, torch.float32)
+    if options.linear not in ("auto", "prepacked"):
+        reason = f"linear={options.linear!r} does not raise weights"
+    if options.compute == "float32" and reason:
+        raise ValueError(f"compute='float32': {reason}")
+    if options.compute == "float32":
+        return True
+    ours = resolve_linear(options.linear, device, dtype) is PACKED_KERNELS["amx"]
+    return not (reason or ours or "amx" in (options.attention, options.rope) or half_pays(dtype))
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """norm(x), also in float32 with a weight of half precision."""
+    if x.dtype == torch.float32 and isinstance(norm, nn.LayerNorm) and norm.weight.dtype in HALF:
+        return F.layer_norm(x, norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps)
+    return norm(x)
 
 
 class MLP2(nn.Module):
@@ -78,7 +126,7 @@ class MoonVitEncoderLayer(nn.Module):
     def forward(self, x: Tensor, metadata: EncoderMetadata, options: ResolvedOptions) -> Tensor:
         """(L, D) -> (L, D)."""
         kernel = options.linear
-        qkv = fused_linear(self.wqkv, self.norm0(x), kernel)
+        qkv = fused_linear(self.wqkv, _normed(self.norm0, x), kernel)
         if not options.compiled and not is_untouched_throughout(self.wqkv):
             qkv = qkv.clone()  # a hook may have kept it, and the rotation may write into it
         qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
@@ -86,7 +134,7 @@ class MoonVitEncoderLayer(nn.Module):
         mixed = options.attend(q, k, qkv.select(1, 2), metadata).flatten(1)  # (L, D)
         x = fused_linear(self.wo, mixed, kernel, residual=x)
         if kernel is not None and is_untouched(self.mlp, MLP2):
-            return self.mlp(self.norm1(x), residual=x, kernel=kernel)
+            return self.mlp(_normed(self.norm1, x), residual=x, kernel=kernel)
         return x + self.mlp(self.norm1(x))
 
 
@@ -110,14 +158,33 @@ class MoonVitEncoder(nn.Module):
 
     def forward(self, x: Tensor, metadata: EncoderMetadata, options: ResolvedOptions) -> Tensor:
         """(L, D) -> (L, D)."""
+        options, dtype = self.settle(options), x.dtype
         if options.linear is not None:
             refresh_packed(self._linears(), options.linear, options.checked)
+        if options.linear is RAISED:
+            x = x.float()
         again = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for block in self.blocks:
             # Compiled code is not called again for hooks that came after it was compiled: such a block runs plain.
             run = partial(compiled_block, block) if options.compiled and is_untouched_throughout(block) else block
             x = self._gradient_checkpointing_func(run, x, metadata, options) if again else run(x, metadata, options)
-        return self.final_layernorm(x)
+        return _normed(self.final_layernorm, x).to(dtype)
+
+    def settle(self, options: ResolvedOptions) -> ResolvedOptions:
+        """`options.raised` if all layers can compute so now, otherwise the rest of `options`.
+
+        They cannot if a layer is touched, replaced or cut over ranks: it sees and gives what its class says, in the
+        weights' dtype. Ranks with parts of one layer must choose the same dtype, which a measurement does not promise.
+        """
+        if options.raised is None:
+            return options
+        kinds = nn.ModuleList, MoonVitEncoderLayer, MLP2, nn.LayerNorm, nn.Linear
+        raised = all(type(part) in kinds and is_untouched(part, type(part)) for part in list(self.modules())[1:])
+        checked, kernel = options.raised.checked, options.raised.linear
+        raised = raised and all(WeightState.is_traceable(weight, checked) for weight in self.parameters())
+        if raised and get_proxy_mode() is not None:  # a trace packs nothing
+            raised = kernel is not None and are_packed(self._linears(), kernel)
+        return options.raised if raised else replace(options, raised=None)
 
     def _linears(self) -> Iterator[nn.Module]:
         """The layers at the places of wqkv, wo, fc0 and fc1 of all blocks, whatever was put there."""

@@ -8,6 +8,7 @@ Test: tests/test_tower.py, tests/test_parity.py, tests/test_faults_weights.py. R
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -16,8 +17,9 @@ from transformers import initialization as init
 
 from ..config import EncoderOptions, MoonViTConfig
 from ..geometry import Grid, GridLike
+from ..kernels.dispatch import is_untouched
 from ..kernels.memory import upload
-from ..kernels.packed_linear import release_packed
+from ..kernels.packed_linear import RAISED, release_packed
 from .checkpoint import StrictPreTrainedModel
 from .layers import MoonVitEncoder, ResolvedOptions
 from .merger import patch_merger_packed
@@ -141,8 +143,14 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
         elif image_grid_hws is not None or encoder_metadata is None:
             raise ValueError("give exactly one of image_grid_hws and encoder_metadata")
         self.check_pixels(pixel_values, encoder_metadata.num_patches)
-        x = self.patch_embed(upload(pixel_values, self.device), encoder_metadata.pos_embeds)  # (L, D)
-        x = self.encoder(x, encoder_metadata, self.resolve_options())  # (L, D)
+        options = self.resolve_options()
+        if type(self.encoder) is MoonVitEncoder:
+            options = self.encoder.settle(options)
+        embed: Callable[..., Tensor] = self.patch_embed
+        if options.linear is RAISED and is_untouched(self.patch_embed, MoonVisionPatchEmbed):
+            embed = partial(embed, dtype=torch.float32)
+        x = embed(upload(pixel_values, self.device), encoder_metadata.pos_embeds)  # (L, D)
+        x = self.encoder(x, encoder_metadata, options)  # (L, D)
         return patch_merger_packed(x, encoder_metadata.merge_gather_idx, self.config.merge_size)  # (T, 4, D)
 
     def check_pixels(self, pixel_values: Tensor, num_patches: int) -> None:

@@ -30,25 +30,32 @@ class MoonVisionPatchEmbed(nn.Module):
             config.init_pos_emb_height, config.init_pos_emb_width, config.hidden_size
         )
 
-    def forward(self, pixel_values: Tensor, pos_embeds: Tensor) -> Tensor:
-        """(L, 3, 14, 14) patches and (L, D) position embeddings -> (L, D)."""
-        return self.project(pixel_values) + pos_embeds
+    def forward(self, pixel_values: Tensor, pos_embeds: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """(L, 3, 14, 14) patches and (L, D) position embeddings -> (L, D) in the embeddings' dtype.
 
-    def project(self, pixel_values: Tensor) -> Tensor:
+        Args:
+            dtype: of the product; None: the weights'.
+        """
+        return (self.project(pixel_values, dtype) + pos_embeds).to(pos_embeds.dtype)
+
+    def project(self, pixel_values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """(L, 3, 14, 14) normalised patches, or uint8 patches with the image's own values -> (L, D).
 
         A `proj` with hooks, an adapter or another class is called with normalised patches, as a convolution is.
         """
         raw = pixel_values.dtype == torch.uint8
         if not is_untouched(self.proj, nn.Conv2d):
-            dtype = self.pos_emb.weight.dtype
+            own = self.pos_emb.weight.dtype
             if raw:
-                precise = compute_dtype(dtype)
-                pixel_values = (pixel_values.to(precise) - 128) * _UINT8_SCALE + _UINT8_SHIFT
-            return self.proj(pixel_values.to(dtype)).flatten(1)
+                pixel_values = (pixel_values.to(compute_dtype(own)) - 128) * _UINT8_SCALE + _UINT8_SHIFT
+            return self.proj(pixel_values.to(own)).flatten(1)
         patches = pixel_values.flatten(1)  # (L, 588)
         weight, bias = self.proj.weight.flatten(1), self.proj.bias
         assert bias is not None
+        if dtype is not None:
+            if not raw:
+                patches = patches.to(weight.dtype)  # a graph's input has this dtype: the values stay the same
+            weight, bias = weight.to(dtype), bias.to(dtype)
         if raw:
             precise = weight.to(compute_dtype(weight.dtype))
             bias = (bias + precise.sum(1) * _UINT8_SHIFT).to(weight.dtype)
