@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 import kimivl_lab
-from kimivl_lab import EncoderOptions, KimiVLConfig, KimiVLForConditionalGeneration, auto_classes
+from kimivl_lab import EncoderOptions, KimiVLConfig, KimiVLEncoder, KimiVLForConditionalGeneration, auto_classes
 from kimivl_lab.config import published_config
 from kimivl_lab.kimi_vl.published import published_shapes as expected_shapes
 from kimivl_lab.measure.memory import peak_memory_mib
@@ -171,6 +171,27 @@ def test_J1_wrong_tensors_are_listed(tiny, tmp_path, change, loader, monkeypatch
         loader.from_pretrained(tmp_path)
     assert [text for text in named if text not in str(caught.value)] == []
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [EXPERT, "vision_tower.encoder.blocks.0.wo.weight"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool], ids=str)
+@pytest.mark.parametrize("loader", [KimiVLForConditionalGeneration, KimiVLEncoder])
+def test_J4_a_weight_that_is_stored_without_its_scale_is_refused(tiny, tmp_path, name, dtype, loader):
+    """As 8-bit numbers it would load as weights of another size, without a word."""
+    write_checkpoint(tmp_path, {**tiny[1], name: tiny[1][name].to(dtype)}, tiny_json("bfloat16"))
+    if loader is KimiVLEncoder and name == EXPERT:
+        loader.from_pretrained(tmp_path)
+        return
+    with pytest.raises(ValueError, match=rf"{name} \((I8|F8_E4M3|BOOL)\)"):
+        loader.from_pretrained(tmp_path)
+
+
+def test_experts_of_several_dtypes_keep_the_widest(tiny, tmp_path):
+    exact = torch.full_like(tiny[1][EXPERT], 1 + 2**-20, dtype=torch.float32)
+    write_checkpoint(tmp_path, {**tiny[1], EXPERT: exact}, tiny_json("bfloat16"))
+    weight = load(tmp_path, dtype=torch.float32).get_parameter("language_model.model.layers.1.mlp.experts.gate_up_proj")
+    assert torch.equal(weight[2, 24:], exact)
+    assert torch.equal(weight[1, 24:], tiny[1][EXPERT.replace("experts.2", "experts.1")].float())
 
 
 def test_J1_a_tensor_that_two_shards_hold_is_named_with_both(tiny, tmp_path):

@@ -26,9 +26,9 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..config import EncoderOptions, KimiVLConfig
 from ..geometry import Grid, as_grid_list, token_counts
-from ..moonvit.checkpoint import refuse
+from ..moonvit.checkpoint import DTYPES, refuse
 from .encoder import KimiVLEncoder
-from .published import DTYPES, open_published, published_shapes, stored_shapes
+from .published import open_published, published_shapes, stored_shapes
 
 # transformers' names of attention, as options of the encoder. With any other name the encoder keeps "auto".
 ATTENTION_OF = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash_attn"}

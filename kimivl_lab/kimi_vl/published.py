@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+from ..moonvit.checkpoint import DTYPES
+
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -52,16 +53,16 @@ class StackedExperts:
         return [len(self._matrices), sum(rows), columns[0]]
 
     def get_dtype(self) -> str:
-        return self._matrices[0][0].get_dtype()
+        """The widest dtype of the matrices."""
+        dtypes = {matrix.get_dtype() for parts in self._matrices for matrix in parts}
+        return dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
-        stacked = torch.empty(0)
+        stacked = torch.empty(self.get_shape(), dtype=DTYPES[self.get_dtype()])
         for expert, parts in enumerate(self._matrices):
             row = 0
             for matrix in parts:
                 read = matrix[...]
-                if expert == row == 0:
-                    stacked = torch.empty(self.get_shape(), dtype=read.dtype)
                 stacked[expert, row : row + len(read)] = read
                 row += len(read)
         return stacked[index]

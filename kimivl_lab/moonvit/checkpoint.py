@@ -32,6 +32,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 _OTHER_SOURCES = ("state_dict", "gguf_file", "variant")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ADAPTER = "adapter_config.json"
 _LISTED = 8
 
@@ -138,12 +139,14 @@ class StrictPreTrainedModel(PreTrainedModel):
         """
         ignored = re.compile(cls._checkpoint_ignores)
         found: dict[str, str] = {}  # "file: name" of each tensor, by the model's name for it
-        doubled, elsewhere, absent = [], [], []
+        doubled, elsewhere, absent, integers = [], [], [], []
         for path, indexed in files.items():
-            stored = tensor_names(path)
-            for name in stored:
+            stored = tensor_dtypes(path)
+            for name, dtype in stored.items():
                 if ignored.match(name):
                     continue
+                if dtype not in DTYPES:
+                    integers.append(f"{name} ({dtype})")
                 renamed, here = cls._renamed(name), f"{path.name}: {name}"
                 if (first := found.setdefault(renamed, here)) != here:
                     doubled.append(f"{renamed} ({first} and {here})")
@@ -153,6 +156,7 @@ class StrictPreTrainedModel(PreTrainedModel):
             absent += [f"{name} (not in {path.name})" for name in set(indexed or ()) - set(stored)]
         faults = {
             "stored twice": doubled,
+            f"of another dtype than {', '.join(DTYPES)}": integers,
             "outside the file that the index names": elsewhere,
             "not in the file that the index names": [name for name in absent if not ignored.match(name)],
         }
@@ -196,11 +200,11 @@ def checkpoint_files(where: str, **hub: Any) -> dict[Path, list[str] | None]:
     return found
 
 
-def tensor_names(path: Path) -> list[str]:
-    """Names of all tensors in a safetensors file, from its header. ValueError if the file is damaged."""
+def tensor_dtypes(path: Path) -> dict[str, str]:
+    """The dtype of each tensor in a safetensors file, from its header. ValueError if the file is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            return list(file.keys())
+            return {name: file.get_slice(name).get_dtype() for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
         with path.open("rb") as opened:
             start = opened.read(64)
