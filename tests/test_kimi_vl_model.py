@@ -99,6 +99,7 @@ def test_logits_and_greedy_ids_equal_the_composition(images, model, language, pe
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
         new = model.generate(**inputs, **GREEDY)[:, inputs["input_ids"].shape[1] :]
         assert torch.equal(new, language.generate(**composed, **GREEDY))
+        assert torch.equal(new, model.generate(**composed, **GREEDY))  # embeddings that somebody else put together
 
 
 def calls_of(module):

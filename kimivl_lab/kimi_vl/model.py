@@ -272,10 +272,16 @@ class KimiVLForConditionalGeneration(KimiVLEncoder, GenerationMixin):
         return embeds.masked_scatter(is_image, image_embeds.to(embeds.device, embeds.dtype))
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, is_first_iteration: bool | None = False, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """As in transformers; images enter with the prompt only, not with each new token."""
-        inputs = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
+        )
         if kwargs.get("use_cache", True) and not is_first_iteration:
             inputs = {name: value for name, value in inputs.items() if name not in _IMAGE_INPUTS}
         return inputs
