@@ -35,6 +35,7 @@ from kimivl_lab.bench.ladder import encode, rungs
 from kimivl_lab.bench.peers import peers
 from kimivl_lab.bench.position_cache import policies, simulate, traffic
 from kimivl_lab.bench.towers import noise
+from kimivl_lab.measure import roofline
 from kimivl_lab.measure.records import read_record, record_problems
 from kimivl_lab.measure.roofline import copy_gbps, copy_gbps_of, copy_mib, matmul
 from kimivl_lab.measure.timing import Timing
@@ -129,6 +130,13 @@ def test_a_full_encoder_run_measures_its_peak_in_the_same_rounds(small, tmp_path
     for row in (row for row in rows if row["phase"] == "forward"):
         assert row["peak_share"] == pytest.approx(row["speed_tflops"] / row["matmul_peak_tflops"], abs=2e-4, rel=0.5)
         assert row["peak_spread_ratio"] >= 1
+
+
+def test_the_product_that_bounds_a_run_is_the_fastest_that_runs_here(monkeypatch):
+    seconds = {"torch": 3.0, "packed": 1.0, "third": 2.0}
+    clock = iter([at for name in seconds for _ in range(4) for at in (0.0, seconds[name])])
+    monkeypatch.setattr(roofline.time, "perf_counter", lambda: next(clock))
+    assert roofline._fastest([lambda name=name: name for name in seconds])() == "packed"
 
 
 def event(name, *, parent=None, kernels=(), device="CPU", end=0, annotation=False):

@@ -233,7 +233,16 @@ def test_arguments_that_make_no_sense_are_refused(images, arguments):
 
 def test_info_names_machine_versions_and_backends():
     done = subprocess.run([sys.executable, "-m", "kimivl_lab.cli", "info"], capture_output=True, text=True, check=True)
-    for word in ("torch", torch.__version__, "transformers", "attention sdpa", "attention eager", "runs here"):
+    for word in (
+        "torch",
+        torch.__version__,
+        "transformers",
+        "attention sdpa",
+        "attention eager",
+        "runs here",
+        "float32 tower",
+        "computes in",
+    ):
         assert word in done.stdout
     assert done.stderr == ""
 

@@ -14,6 +14,8 @@ from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
 FLOAT32, WEIGHTS = EncoderOptions(compute="float32"), EncoderOptions(compute="weights")
 
+PLAIN = EncoderOptions(attention="sdpa", linear="plain", compute="weights")
+
 
 def half_tower(options, dtype=torch.bfloat16, seed=4):
     return tiny_tower(seed, options).to(dtype)
@@ -127,6 +129,15 @@ def test_raised_copies_take_four_bytes_a_weight_and_go_when_they_are_not_wanted(
         assert copies is not None and copies.current is not None and copies.current.element_size() == size
     tower.set_options(compute="weights", linear="plain")
     assert packed_copy(layer) is None
+
+
+@torch.no_grad()
+def test_the_dtype_and_the_kernels_that_compute_are_named():
+    for options, dtype, linear in ((FLOAT32, torch.float32, "prepacked"), (PLAIN, torch.bfloat16, "plain")):
+        tower = half_tower(options)
+        assert tower.layer_dtype() == dtype
+        said = tower.resolve_options().names(tower.dtype)
+        assert str(dtype).endswith(said.partition(":")[0]) and f"linear {linear}," in said
 
 
 def test_choices_that_cannot_be_are_refused():

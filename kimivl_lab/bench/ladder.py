@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import EncoderOptions
 from ..datasets import sample_images
 from ..geometry import as_grid_list, token_counts
 from ..graphs.runner import EncoderCudaGraphRunner
@@ -29,7 +30,7 @@ from ..kernels.rotation import resolve_rotation
 from ..lessons.grids_on_device import reading_the_bound
 from ..measure.accuracy import checked_errors
 from ..measure.memory import peak_memory_mib
-from ..moonvit.attention import resolve_attention, sdpa_attention
+from ..moonvit.attention import attention_unavailable, resolve_attention, sdpa_attention
 from ..moonvit.layers import ResolvedOptions
 from ..moonvit.merger import patch_merger, patch_merger_packed
 from ..moonvit.model import MoonVitPretrainedModel
@@ -54,6 +55,7 @@ class Rung:
     convolution: bool = True
     packed_merge: bool = False
     linear: str = "plain"
+    raised: bool = False
     graphs: bool = False
 
 
@@ -74,6 +76,10 @@ def rungs(device: torch.device, dtype: torch.dtype) -> list[Rung]:
         step("fused, prepacked layers", linear="prepacked")
     if packed_unavailable("amx", device, dtype) is None:
         step("kernels for AMX", linear="amx", attention="amx", rope="amx")
+    elif attention_unavailable("simd", device, dtype) is None:
+        step("attention kernel for AVX", attention="simd")
+    elif ResolvedOptions.resolve(EncoderOptions(), device, dtype).raised is not None:
+        step("computed in float32", raised=True)
     if resolve_attention("auto", device, dtype) is not sdpa_attention or on_cpu:
         step("graphs", graphs=True)
     return ladder
@@ -96,6 +102,8 @@ def encode(
     tower.set_options(position=rung.position)
     if rung.graphs:
         return (runner or graph_runner(tower, grid_hws))(pixels, grid_hws)
+    if rung.raised:
+        return tower(pixels, grid_hws)
     metadata = tower.prepare_encoder_metadata(grid_hws)
     if rung.convolution:
         x = tower.patch_embed.proj(pixels.to(tower.dtype)).flatten(1) + metadata.pos_embeds

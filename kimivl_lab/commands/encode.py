@@ -94,7 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise not_strict
     if not outcome.encoded:
         raise CommandError(f"{arguments.out} is not written: no image could be read")
-    _show(arguments, outcome.encoded)
+    tower = model.vision_tower if arguments.projected else model
+    with torch.inference_mode():
+        computed = tower.resolve_options().names(tower.dtype)
+    _show(arguments, outcome.encoded, f"Computed in {computed}.")
     return 2 if outcome.faults else 0
 
 
@@ -198,7 +201,7 @@ def _metadata(arguments: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _show(arguments: argparse.Namespace, encoded: list[EncodedImage]) -> None:
+def _show(arguments: argparse.Namespace, encoded: list[EncodedImage], computed: str) -> None:
     table = Table(caption="ms: the encoder's time for the image's batch, shared by patches; the first batch warms up")
     table.add_column("image", overflow="fold")
     for heading in ("size, px", "grid h x w", "patches", "tokens", "ms"):
@@ -209,4 +212,4 @@ def _show(arguments: argparse.Namespace, encoded: list[EncodedImage]) -> None:
         table.add_row(on_one_line(image.name), f"{width} x {height}", f"{h} x {w}", *counts)
     random = "The weights are RANDOM: shapes and times are real, the features mean nothing."
     notes = [random] if arguments.checkpoint is None else []
-    show(table, *notes, f"{len(encoded)} images in {on_one_line(str(arguments.out))}")
+    show(table, *notes, computed, f"{len(encoded)} images in {on_one_line(str(arguments.out))}")

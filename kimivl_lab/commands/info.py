@@ -1,17 +1,20 @@
-"""`kimivl-lab info`: the machine, the versions, and which kernels run here in bfloat16.
+"""`kimivl-lab info`: the machine, the versions, which kernels run here, and which of them a tower uses.
 
 Test: tests/test_cli.py.
 """
 
 import argparse
+from collections.abc import Callable
 
 import torch
 from rich.table import Table
 
+from ..config import EncoderOptions
 from ..kernels.dispatch import compile_unavailable
 from ..kernels.packed_linear import PACKED_KERNELS, packed_unavailable
 from ..measure.provenance import device_name, versions
 from ..moonvit.attention import ATTENTION_BACKENDS, attention_unavailable
+from ..moonvit.layers import ResolvedOptions
 from .output import show
 
 
@@ -25,10 +28,27 @@ def run(arguments: argparse.Namespace) -> int:
     table.add_row("GPU", ", ".join(gpus) or "none that torch can use")
     for package, version in versions().items():
         table.add_row(package, version)
+    for dtype in (torch.bfloat16, torch.float32):
+        with torch.no_grad():
+            chosen = ResolvedOptions.resolve(EncoderOptions(), device, dtype)
+        table.add_row(f"{_name(dtype)} tower", f"computes in {chosen.names(dtype)}")
     for name in ATTENTION_BACKENDS:
-        table.add_row(f"attention {name}", attention_unavailable(name, device, torch.bfloat16) or "runs here")
+        table.add_row(f"attention {name}", _where(attention_unavailable, name, device))
     table.add_row("torch.compile", compile_unavailable(device) or "can compile here")
     for name in PACKED_KERNELS:
-        table.add_row(f"linear {name}", packed_unavailable(name, device, torch.bfloat16) or "runs here")
+        table.add_row(f"linear {name}", _where(packed_unavailable, name, device))
     show(table)
     return 0
+
+
+def _where(unavailable: Callable[[str, torch.device, torch.dtype], str | None], name: str, device: torch.device) -> str:
+    """In which dtypes a kernel runs here, or why in none."""
+    reasons = {dtype: unavailable(name, device, dtype) for dtype in (torch.bfloat16, torch.float32)}
+    running = [_name(dtype) for dtype, reason in reasons.items() if reason is None]
+    if running:
+        return f"runs here in {' and '.join(running)}"
+    return "; ".join(dict.fromkeys(filter(None, reasons.values())))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..config import EncoderOptions, MoonViTConfig
 from ..kernels.dispatch import CompiledFunction, is_untouched, is_untouched_throughout
+from ..kernels.library import LIBRARIES, kernel_isa
 from ..kernels.packed_linear import (
     PACKED_KERNELS,
     RAISED,
@@ -32,9 +33,9 @@ from ..kernels.packed_linear import (
     resolve_linear,
 )
 from ..kernels.precision import HALF, half_pays
-from ..kernels.rotation import Rotation, resolve_rotation, rotate_real
+from ..kernels.rotation import ROPE_IMPLEMENTATIONS, Rotation, resolve_rotation, rotate_real
 from ..kernels.weight_state import WeightState
-from .attention import PackedAttention, resolve_attention
+from .attention import ATTENTION_BACKENDS, PackedAttention, resolve_attention
 from .metadata import EncoderMetadata
 
 
@@ -74,6 +75,18 @@ class ResolvedOptions:
     def _raise(cls, options: EncoderOptions, device: torch.device, checked: bool) -> "ResolvedOptions":
         rotate = resolve_rotation(options.rope, device, torch.float32)
         return cls(rotate, resolve_attention(options.attention, device, torch.float32), RAISED, checked=checked)
+
+    def names(self, dtype: torch.dtype) -> str:
+        """The kernels and the dtype that compute in a tower of `dtype`, for people."""
+        used = self.raised or self
+        attention = next(name for name, one in ATTENTION_BACKENDS.items() if one is used.attend)
+        rope = next((name for name, one in ROPE_IMPLEMENTATIONS.items() if one is used.rotate), "compiled")
+        linear = next((name for name, one in PACKED_KERNELS.items() if one is used.linear), "plain")
+        if used.linear is RAISED:
+            dtype, linear = torch.float32, "prepacked"
+        instructions = f" ({kernel_isa(attention)})" if attention in LIBRARIES else ""
+        what = f"attention {attention}{instructions}, linear {linear}, rope {rope}"
+        return f"{str(dtype).removeprefix('torch.')}: {what}" + ", compiled blocks" * used.compiled
 
 
 def _wants_float32(options: EncoderOptions, device: torch.device, dtype: torch.dtype) -> bool:

@@ -100,6 +100,10 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
             self._resolved[key] = ResolvedOptions.resolve(self.options, self.device, self.dtype)
         return self._resolved[key]
 
+    def layer_dtype(self) -> torch.dtype:
+        """The dtype between the layers of the next forward: see `EncoderOptions.compute`."""
+        return torch.float32 if self.encoder.settle(self.resolve_options()).linear is RAISED else self.dtype
+
     def prepare_encoder_metadata(
         self,
         grid_hws: Sequence[GridLike] | Tensor,
