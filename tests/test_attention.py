@@ -176,6 +176,7 @@ def test_auto_passes_a_package_that_cannot_be_imported(monkeypatch, tmp_path):
     """flash-attn is compiled for one torch, and its import fails with another."""
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda9SetDevice')")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     _import_error.cache_clear()
     assert resolve_attention("auto", "cuda", torch.bfloat16) is ATTENTION_BACKENDS["torch_varlen"]
     with pytest.raises(ValueError, match="undefined symbol"):
