@@ -14,6 +14,24 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from kimivl_lab.config import published_config
 from kimivl_lab.kimi_vl.tokenizer import PATTERN, SPECIAL_AT, SPECIAL_TOKENS, TikTokenTokenizer, read_tiktoken
 
+# As the published tokenizer code writes it.
+PUBLISHED_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+PUBLISHED_IDS = {
+    **{"[BOS]": 163584, "[EOS]": 163585, "<|im_end|>": 163586, "<|im_user|>": 163587, "<|im_assistant|>": 163588},
+    **{"<|im_system|>": 163594, "<|im_middle|>": 163601, "<|media_start|>": 163602, "<|media_content|>": 163603},
+    **{"<|media_end|>": 163604, "<|media_pad|>": 163605, "[UNK]": 163838, "[PAD]": 163839},
+}
 SENTENCES = [
     "Kimi-VL reads images at their own resolution; it'll cost h*w/4 tokens.\n\n\tdef f(x): return x**2  # 12345",
     "中文English混合，北京市 Pascal；模型的视觉编码器很快。「你好」世界！１２３",
@@ -62,7 +80,7 @@ def reference(folder):
     special = _named(len(ranks))
     rest = set(range(len(ranks), len(ranks) + SPECIAL_TOKENS)) - set(special.values())
     special |= {f"<|reserved_token_{place}|>": place for place in rest}
-    return tiktoken.Encoding("kimi", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding("kimi", pat_str=PUBLISHED_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
 
 def _strings(count: int) -> list[str]:
@@ -87,6 +105,18 @@ def test_ids_are_tiktokens_on_strings_of_many_scripts(folder, reference):
         assert tokenizer.decode(ids) == text
 
 
+def test_a_run_of_han_is_a_piece_and_letters_beside_it_are_others(folder):
+    cut = TikTokenTokenizer.from_pretrained(folder).backend_tokenizer.pre_tokenizer
+    for text, pieces in {
+        "中文English混合": ["中文", "English", "混合"],
+        "北京市 Pascal": ["北京市", " Pascal"],
+        "they'll": ["they'll"],
+        "1234567": ["123", "456", "7"],
+    }.items():
+        spans = [span for _, span in cut.pre_tokenize_str(text)]
+        assert [text[start:end] for start, end in spans] == pieces
+
+
 def test_transformers_own_reading_of_the_file_cuts_otherwise(folder, reference):
     """The control: without the published pattern the comparison above fails."""
     from transformers import TokenizersBackend
@@ -103,8 +133,9 @@ def test_special_tokens_stand_at_their_published_ids(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(_named(163584))))
     tokenizer = TikTokenTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == 163840
+    assert {name: tokenizer.convert_tokens_to_ids(name) for name in PUBLISHED_IDS} == PUBLISHED_IDS
     published = published_config()
-    assert tokenizer.convert_tokens_to_ids("<|media_pad|>") == published["media_placeholder_token_id"]
+    assert PUBLISHED_IDS["<|media_pad|>"] == published["media_placeholder_token_id"]
     assert tokenizer.pad_token_id == published["pad_token_id"]
     assert tokenizer.bos_token_id == published["text_config"]["bos_token_id"]
     assert tokenizer.eos_token_id == published["text_config"]["eos_token_id"]
