@@ -20,6 +20,7 @@ from kimivl_lab.bench import (
     graphs,
     harness,
     ladder,
+    linear,
     metadata,
     position,
     position_cache,
@@ -118,7 +119,8 @@ def test_benchmarks_of_the_host_write_valid_records(tmp_path, capsys, monkeypatc
     images = [Image.new("RGB", (60, 40), "green"), Image.new("RGB", (28, 90), "red")]
     monkeypatch.setattr(preprocess, "photographs", lambda workload, count, seed: images)
     monkeypatch.setattr(harness, "copy_gbps", partial(copy_gbps, mib=1))
-    for module in ("position_cache", "preprocess"):
+    monkeypatch.setattr(linear, "ROWS", (3, 8, 8, 4))
+    for module in ("position_cache", "preprocess", "linear"):
         rows, problems = written(module, ["--quick", "--out", str(tmp_path / module)], tmp_path / module, capsys)
         assert rows and problems == []
 
