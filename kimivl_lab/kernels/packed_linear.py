@@ -9,7 +9,7 @@ the weight. With it the product, its bias and the activation or residual are one
 `RAISED` is oneDNN's product in float32 with weights of half precision, raised when they are packed: the copy then has 4
 bytes a weight. `kimivl_lab.kernels.precision` says where that is faster.
 
-Test: tests/test_attention.py, tests/test_amx.py, tests/test_faults_weights.py. Record: encoder__*.csv.
+Test: tests/test_attention.py, tests/test_amx.py, tests/test_faults_weights.py. Record: encoder__*.csv, linear__*.csv.
 """
 
 from collections.abc import Callable, Iterable
