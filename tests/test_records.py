@@ -138,5 +138,8 @@ def test_the_newest_record_is_found(tmp_path):
     assert find_record("bench", tmp_path).stem == names[1]
     assert find_record("bench", tmp_path, device="b").stem == names[0]
     assert find_record("bench", tmp_path, dtype="bfloat16").stem == names[2]
+    (tmp_path / f"bench__{device_slug('cpu')}__float32__20200101.csv").touch()
+    assert find_record("bench", tmp_path).stem.endswith("20200101"), "an old record of this processor"
+    assert find_record("bench", tmp_path, device="b").stem == names[0]
     with pytest.raises(FileNotFoundError, match="bench"):
         find_record("bench", tmp_path, device="c")

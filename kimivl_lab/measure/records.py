@@ -98,9 +98,14 @@ def read_record(path: Path | str) -> tuple[list[dict[str, Any]], dict[str, Any]]
 
 
 def find_record(benchmark: str, directory: Path | str, *, device: str = "*", dtype: str = "*") -> Path:
-    """The newest record of a benchmark in `directory`; `device` and `dtype` may be glob patterns."""
+    """The newest record of a benchmark in `directory`, one of this machine's processor or GPU if there is one.
+
+    `device` and `dtype` may be glob patterns.
+    """
+    here = [device_slug(kind) for kind in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]]
     found = sorted(
-        Path(directory).glob(f"{benchmark}__{device}__{dtype}__*.csv"), key=lambda path: (path.stem[-8:], path.stem)
+        Path(directory).glob(f"{benchmark}__{device}__{dtype}__*.csv"),
+        key=lambda path: (path.stem.split("__")[1] in here, path.stem[-8:], path.stem),
     )
     if not found:
         raise FileNotFoundError(f"no record of {benchmark!r} (device {device}, dtype {dtype}) in {directory}")
