@@ -460,7 +460,7 @@ lab.time_kernels()
 
 # %% tags=["headline"]
 folder = data_path("measurements")
-names = {"device": "cpu-*", "dtype": "bfloat16"}
+names = {"device": "cpu-intel-*", "dtype": "bfloat16"}
 rows, origin = read_record(find_record("attention", folder, **names))
 forwards, _ = read_record(find_record("encoder", folder, **names))
 forwards = [row for row in forwards if row["phase"] == "forward"]
