@@ -19,6 +19,7 @@ from kimivl_lab.bench import (
     gpu_suite,
     graphs,
     harness,
+    host,
     ladder,
     linear,
     metadata,
@@ -76,6 +77,7 @@ def small(monkeypatch):
     monkeypatch.setattr(graphs, "DEPTHS", (1, 2))
     monkeypatch.setattr(graphs, "QUICK_BUDGETS", (4, 9))
     monkeypatch.setattr(syncs, "IMAGES", (1, 2))
+    monkeypatch.setitem(host.NARROW, "num_hidden_layers", 2)
     for module in (harness, upload):
         monkeypatch.setattr(module, "copy_gbps", partial(copy_gbps, mib=1))
     prepare = MoonVitPretrainedModel.prepare_encoder_metadata

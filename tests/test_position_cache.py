@@ -278,3 +278,26 @@ def test_the_whole_tower_follows_a_weight_change():
         cached = tower(pixels, MIXED_GRIDS)
         tower.set_options(position="interpolate")
         assert relative_error(cached, tower(pixels, MIXED_GRIDS)) < 1e-5
+
+
+def test_announced_weights_are_not_compared_and_an_announcement_empties_the_cache():
+    tower = tiny_tower(options=EncoderOptions(weights="announced"))
+    cache = tower.patch_embed.pos_emb.cache
+
+    def embedding():
+        return tower.prepare_encoder_metadata([(6, 4)]).pos_embeds
+
+    with torch.no_grad():
+        before = embedding()
+        tower.patch_embed.pos_emb.weight.data.mul_(2)  # torch does not count a write to .data
+        assert torch.equal(embedding(), before)
+        tower.weights_changed()
+        torch.testing.assert_close(embedding(), 2 * before)
+        tower.patch_embed.pos_emb.weight.mul_(2)  # counted
+        torch.testing.assert_close(embedding(), 4 * before)
+        tower.set_options(weights="checked")
+        tower.patch_embed.pos_emb.weight.data.mul_(2)
+        torch.testing.assert_close(embedding(), 8 * before)
+        tower.patch_embed.pos_emb.weight.data.mul_(2)
+        torch.testing.assert_close(embedding(), 16 * before)
+    assert cache.stats.hits >= 1

@@ -38,7 +38,7 @@ from ..measure.provenance import provenance
 from . import gpu_claims, gpu_ready, harness
 
 TESTS = "pytest"
-_TOWERS = ("encoder", "graphs", "ladder", "syncs", "host", "parallel")  # they have --preset
+_TOWERS = ("encoder", "graphs", "ladder", "syncs", "parallel")  # they have --preset
 _POLL_S = 0.1
 _LAST_LINES = 4
 
@@ -68,6 +68,7 @@ class Step:
 #   ladder     compiled rotation 10 s; 13,736 patches under one mask take 27 TFLOP and, at 10 rounds, 5 s
 #   graphs     host times of 7 narrow towers 10 s; 21 budgets and fills, 2 variants, 18 rounds of 15 ms at most, 8 s
 #   syncs      pretended counts 3 s; 4 loops of 64 products of 4096 in float32, 10 rounds, 8 s
+#   host       6 captures of a narrow tower of 27 layers, 200 rounds of 10 variants of at most 3 ms, 6 s
 #   position   float64 references on the host 5 s; 10 batches, 6 variants, 23 rounds of 1 ms at most
 #   rope       compiled rotation for 4 batches 8 s
 #   attention  4 batches, at most 5 kernels, 17 rounds
@@ -79,6 +80,7 @@ STEPS = (
     Step("ladder", "ladder", 40, ("--dtype", "bfloat16", "--preset", "kimi-vl-a3b", "--repeats", "5")),
     Step("graphs", "graphs", 45, ("--dtype", "bfloat16", "--preset", "kimi-vl-a3b"), limit=120),
     Step("syncs", "syncs", 35, ("--dtype", "bfloat16")),
+    Step("host", "host", 20, limit=60),
     Step("position", "position", 20, ("--dtype", "bfloat16"), limit=60),
     Step("rope", "rope", 20, ("--dtype", "bfloat16"), limit=60),
     Step("attention", "attention", 15, limit=60),

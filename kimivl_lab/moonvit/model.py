@@ -52,6 +52,7 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
         self.options = options or EncoderOptions()
         self.patch_embed = MoonVisionPatchEmbed(config)
         self.patch_embed.pos_emb.cache.set_max_bytes(self.options.position_cache_bytes)
+        self.patch_embed.pos_emb.cache.set_checked(self.options.weights != "announced")
         self.encoder = MoonVitEncoder(config)
         self.rope_2d = Rope2DPosEmb(config.head_dim)
         self._resolved = _NotCopied()
@@ -78,6 +79,7 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
         if "position_cache_bytes" in changes:
             self.patch_embed.pos_emb.cache.set_max_bytes(options.position_cache_bytes)
         self.options = options
+        self.patch_embed.pos_emb.cache.set_checked(options.weights != "announced")
         self._resolved.clear()
         if self.options.linear == "plain" or self.options.compile:
             release_packed(self.encoder)

@@ -102,7 +102,7 @@ class Learnable2DInterpPosEmb(nn.Module):
         capturing = weight.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         return (
             self._parameters.get("weight") is weight
-            and WeightState.is_traceable(weight)
+            and WeightState.is_traceable(weight, self.cache.checked)
             and not (self.training or wants_gradient or capturing or torch.compiler.is_compiling())
         )
 

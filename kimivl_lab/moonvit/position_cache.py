@@ -87,6 +87,7 @@ class PositionCache:
         self._lock = threading.Lock()
         self._generation = 0
         self._watched: WeightState | None = None
+        self._checked = True
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The entry of `key`, made by `make()` if it is missing. Read-only: copy it before you return it."""
@@ -113,14 +114,26 @@ class PositionCache:
     def watch(self, weight: Tensor) -> None:
         """Empties the cache if `weight` changed since the last call. Call it before `get`.
 
-        On a CPU every change is seen; on a GPU those that torch counts, see `kimivl_lab.kernels.weight_state`.
+        On a CPU every change is seen; on a GPU, or after `set_checked(False)`, those that torch counts, see
+        `kimivl_lab.kernels.weight_state`.
         """
         with self._lock:
             if self._watched is None or not self._watched.still_holds(weight):
                 if self._watched is not None:
                     self.stats.invalidations += 1
-                self._watched = WeightState(weight)
+                self._watched = WeightState(weight, self._checked)
                 self._empty()
+
+    @property
+    def checked(self) -> bool:
+        """Whether the values of the weight are compared; see `set_checked`."""
+        return self._checked
+
+    def set_checked(self, checked: bool) -> None:
+        """Says whether `watch` compares the values of a weight on a CPU: the rule of `EncoderOptions.weights`."""
+        if checked != self._checked:
+            self._checked = checked
+            self.clear()
 
     def set_max_bytes(self, max_bytes: int) -> None:
         """Changes the bound; what is over it goes by the policy."""
