@@ -51,9 +51,10 @@ def rotate_in_place(qk: Tensor, cos_sin: Tensor) -> Tensor:
     """
     if wants_gradient(qk):
         return rotate_complex(qk, cos_sin)
-    factors = torch.view_as_complex(cos_sin).unflatten(0, (-1, 1, 1))  # (L, 1, 1, d/2)
+    length, slots, _ = cos_sin.shape
+    factors = torch.view_as_complex(cos_sin).view(length, 1, 1, slots)
     if qk.dtype == cos_sin.dtype:
-        torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(factors)
+        torch.view_as_complex(qk.view(*qk.shape[:-1], slots, 2)).mul_(factors)
         return qk
     block_shape = (min(_BLOCK_ROWS, qk.shape[0]), *qk.shape[1:])
     block = torch.empty(block_shape, dtype=cos_sin.dtype, device=qk.device)

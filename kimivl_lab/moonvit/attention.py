@@ -74,13 +74,14 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata) -
 
 def kernel_attention(q: Tensor, k: Tensor, v: Tensor, metadata: EncoderMetadata, *, kernel: str) -> Tensor:
     """By a kernel of `kimivl_lab.kernels.packed_attention`, which reads the offsets where they lie."""
-    attend = packed_attention if must_dispatch(q) else attend_packed
+    dispatched = must_dispatch(q)
+    attend = packed_attention if dispatched else attend_packed
     out = attend(q, k, v, metadata.cu_seqlens, metadata.max_seqlen, kernel)
-    if is_traced(q):  # a compiled graph must not hold the number of patches, or each batch would compile anew
+    # A compiled graph must not hold the number of patches, or each batch would compile anew.
+    if (dispatched and is_traced(q)) or metadata.num_patches == q.shape[0]:
         return out
     _require_rows(q, metadata)
-    # CUDA kernels do not write the rows of no image.
-    return out if metadata.num_patches == q.shape[0] else _with_zeros(out[: metadata.num_patches], q)
+    return _with_zeros(out[: metadata.num_patches], q)  # CUDA kernels do not write the rows of no image
 
 
 ATTENTION_BACKENDS: dict[str, PackedAttention] = {

@@ -142,7 +142,7 @@ class MoonVitEncoderLayer(nn.Module):
         qkv = fused_linear(self.wqkv, _normed(self.norm0, x), kernel)
         if not options.compiled and not is_untouched_throughout(self.wqkv):
             qkv = qkv.clone()  # a hook may have kept it, and the rotation may write into it
-        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
+        qkv = qkv.view(qkv.shape[0], 3, self.num_heads, qkv.shape[1] // (3 * self.num_heads))
         q, k = options.rotate(qkv.narrow(1, 0, 2), metadata.rope_cos_sin).unbind(1)  # (L, heads, d) each
         mixed = options.attend(q, k, qkv.select(1, 2), metadata).flatten(1)  # (L, D)
         x = fused_linear(self.wo, mixed, kernel, residual=x)

@@ -66,12 +66,13 @@ class EncoderMetadata:
         if self.cu_seqlens.dtype != torch.int32:
             raise ValueError(f"cu_seqlens must be int32, got {self.cu_seqlens.dtype}")
         lengths = patch_counts(self.grid_hws)
+        object.__setattr__(self, "_num_patches", sum(lengths))  # as a frozen dataclass sets what it computes
         if self.lengths_on_host and self.cu_seqlens.device.type == "cpu" and not is_traced(self.cu_seqlens):
             offsets, total = self.cu_seqlens.tolist(), sum(lengths)
             lengths = [length for length in segment_lengths(offsets, total, self.max_seqlen) if length]
             if offsets[-1] != total:
                 raise ValueError(f"cu_seqlens must end at {total}, the patches of the grids, got {offsets!r:.200}")
-        object.__setattr__(self, "_seqlens", lengths)  # as a frozen dataclass sets what it computes
+        object.__setattr__(self, "_seqlens", lengths)
 
     @property
     def seqlens(self) -> list[int]:
@@ -79,7 +80,7 @@ class EncoderMetadata:
 
     @property
     def num_patches(self) -> int:
-        return sum(patch_counts(self.grid_hws))
+        return vars(self)["_num_patches"]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "EncoderMetadata":
         """The same metadata with its tensors on `device`."""
