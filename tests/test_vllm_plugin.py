@@ -7,12 +7,16 @@ import pkgutil
 import subprocess
 import sys
 import tomllib
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 import kimivl_lab_vllm
+from kimivl_lab import MoonViTConfig, MoonVitPretrainedModel, count_host_syncs, on_device
+from kimivl_lab.engines.vllm.graph_inputs import graph_values, write_offsets
 from kimivl_lab.engines.vllm.parts import DEFAULT, KNOWN, SEAMS, TESTED, Parts, check_engine
 from kimivl_lab.planner.vllm import READ_IN
 
@@ -110,6 +114,39 @@ def test_a_missing_seam_is_named(stub, seam):
     delattr(owner, last)
     with pytest.raises(RuntimeError, match=f"kimi_vl.{seam}$"):
         check_engine()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slots", "rows", "expected"),
+    [
+        ([8, 4], 4, 32, [0, 8, 12, 22, 32]),
+        ([8, 4], 3, 12, [0, 8, 12, 12]),  # no padding: the slot for it is empty
+        ([8, 4], 3, 40, [0, 8, 12, 40]),
+        ([16], 4, 20, [0, 16, 17, 18, 20]),
+        ([4, 4, 4], 4, 100, [0, 4, 8, 12, 100]),
+    ],
+)
+def test_padding_is_cut_over_the_unused_slots(lengths, slots, rows, expected):
+    offsets = list(accumulate(lengths, initial=0))
+    offsets = torch.tensor(offsets + offsets[-1:] * (slots - len(lengths)), dtype=torch.int32)
+    buffer = torch.tensor([0, *range(5, 5 + slots - 1), rows], dtype=torch.int32)  # of an earlier replay
+    for _ in range(2):
+        write_offsets(buffer, offsets)
+        assert buffer.tolist() == expected
+
+
+def test_a_replay_reads_nothing_back():
+    offsets = torch.tensor([0, 8, 12, 12, 12], dtype=torch.int32)
+    buffer = torch.tensor([0, 8, 16, 24, 32], dtype=torch.int32)
+    assert count_host_syncs(write_offsets, on_device(buffer), on_device(offsets)).total == 0
+
+
+def test_graph_values_are_the_metadata():
+    tower = MoonVitPretrainedModel(MoonViTConfig.preset("tiny")).eval()
+    metadata = tower.prepare_encoder_metadata([(4, 6), (2, 2)], max_images=4)
+    values = graph_values(metadata)
+    assert values["max_seqlen"].dtype == torch.int32 and values.pop("max_seqlen").item() == 24
+    assert all(value is getattr(metadata, name) for name, value in values.items())
 
 
 def test_the_planner_was_read_in_the_same_release():

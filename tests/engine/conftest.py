@@ -53,7 +53,7 @@ def own_group(command, **kwargs):
     try:
         yield process
     finally:
-        for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
+        for sign, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 20)):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, sign)
             if _wait(lambda: process.poll() is not None and not group_lives(process.pid), patience):
