@@ -7,6 +7,11 @@ bare lists are the measure, with the same values and without any of our Python: 
 forward one after another, and `replay`, the captured program or graph alone. The lines "part: ..." are pieces of
 `eager` and of `runner`, timed alone.
 
+`operators` is a trace. It calls each operator through torch's operator objects, which read their arguments more slowly
+than torch's own functions do, and it runs attention by its operator, where `eager` calls the kernel directly. So
+`eager` can be faster than `operators`, and a ratio near 1 does not say that the layers' Python is free: `replay` is
+nearer to the least time of the host.
+
 The weights are "checked" (the rule on a CPU) or "announced" (the rule on a GPU); see `EncoderOptions.weights`. Times
 are those of the host's clock on a GPU too: nothing waits for the device.
 
