@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "kimivl_lab"
 RINGS = (
-    ("geometry", "config", "checks", "datasets", "gpus", "published", "auto_classes"),
+    ("geometry", "config", "checks", "datasets", "gpus", "published", "auto_classes", "private_api"),
     ("images", "syncs", "kernels"),
     ("moonvit",),
     ("parallel", "graphs", "planner"),

@@ -19,13 +19,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..config import MoonViTConfig
 from ..geometry import GridLike, num_tokens
 from ..graphs.runner import EncoderCudaGraphRunner
 from ..measure.accuracy import checked_errors
 from ..moonvit.model import MoonVitPretrainedModel
+from ..private_api import TorchDispatchMode
 from . import harness
 from .compare import time_variants, variant_rows
 from .towers import noise, reference_and_tower

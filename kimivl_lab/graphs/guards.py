@@ -23,9 +23,9 @@ import torch
 import typing_extensions
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..moonvit.position_cache import PositionCache
+from ..private_api import TorchDispatchMode
 from ..syncs.rules import value_read_by
 
 _NOT_THE_USERS = (

@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from ..kernels.direct_calls import DIRECT_CALLS
+from ..private_api import direct_operator, operator_schema
 
 _ALIGNMENT = 64  # bytes of a block of the pool
 
@@ -178,7 +179,7 @@ class _Writer:
             self._fix(node, *next(self.inputs))
         elif node.op == "get_attr":
             self._constant(node, getattr(self.traced, target))
-        elif target is not operator.getitem and target._schema.is_mutable:
+        elif target is not operator.getitem and operator_schema(target).is_mutable:
             self._call(node, target)
             written = _node(node.args[0])
             self.values[node], self.names[node] = self.values[written], self.names[written]
@@ -229,7 +230,7 @@ class _Writer:
     def _call(self, node: Node, target: Any, result: str | None = None, **more: str) -> None:
         """Writes the line `result = target(arguments of node, **more)`."""
         name = str(target).removesuffix(".default").replace(".", "_")
-        self.constants[name] = _BINDINGS.get(target) or target._op
+        self.constants[name] = _BINDINGS.get(target) or direct_operator(target)
         arguments = [self._text(argument) for argument in node.args]
         arguments += [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
         arguments += [f"{key}={value}" for key, value in more.items()]
@@ -290,7 +291,7 @@ def _last_uses(graph: Graph, roots: Mapping[Node, Node]) -> dict[Node, list[Node
 
 
 def _aliases(target: Any) -> bool:
-    return any(result.alias_info is not None for result in target._schema.returns)
+    return any(result.alias_info is not None for result in operator_schema(target).returns)
 
 
 def _node(argument: Any) -> Node:

@@ -21,8 +21,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ..private_api import is_compiled, is_in_torch_dispatch_mode, is_profiled, may_have_global_hooks
 
 _LOG = logging.getLogger(__name__)
 _FIRST_PAUSE = 1000  # calls: about 40 forwards of 27 layers
@@ -49,7 +49,7 @@ def is_traced(x: Tensor) -> bool:
 
 def must_dispatch(x: Tensor) -> bool:
     """Whether a kernel that takes `x` must be called as an operator: when traced, and for a profiler, by its name."""
-    return is_traced(x) or torch.autograd._profiler_enabled()
+    return is_traced(x) or is_profiled()
 
 
 def wants_gradient(*tensors: Tensor) -> bool:
@@ -80,8 +80,8 @@ def is_untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
         and not own["_backward_hooks"]
         and not own["_backward_pre_hooks"]
         and "forward" not in own
-        and module._compiled_call_impl is None
-        and not _has_any_global_hook()
+        and not is_compiled(module)
+        and not may_have_global_hooks()
     )
 
 

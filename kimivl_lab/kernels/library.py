@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..private_api import cpu_supports, init_amx
 from .dispatch import wants_gradient
 
 _LOG = logging.getLogger(__name__)
@@ -170,12 +171,12 @@ def kernel_isa(name: str) -> str:
 def _isa_unavailable(isa: str) -> str | None:
     """Why this processor cannot run `isa`, or None when it can."""
     if isa == "avx2":
-        return None if torch.cpu._is_avx2_supported() else "this processor has no AVX2"
+        return None if cpu_supports("avx2") else "this processor has no AVX2"
     if isa == "avx512":
-        return None if torch.cpu._is_avx512_supported() else "this processor has no AVX-512"
-    if not (torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported()):
+        return None if cpu_supports("avx512") else "this processor has no AVX-512"
+    if not cpu_supports("amx_tile", "avx512_bf16"):
         return "this processor has no matrix extensions (AMX) for bfloat16"
-    if not torch.cpu._init_amx():
+    if not init_amx():
         return "the operating system does not let this process use the processor's matrix extensions (AMX)"
     return None
 

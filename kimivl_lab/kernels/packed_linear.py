@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ..private_api import onednn_linear, onednn_linear_add, onednn_pack, onednn_unavailable
 from .amx.linear import multiply, pack, packed_linear
 from .dispatch import is_untouched, must_dispatch
 from .library import unavailable
@@ -151,16 +152,15 @@ def release_packed(module: nn.Module) -> None:
 
 
 def _onednn_pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_ROWS)
+    return onednn_pack(weight, _LAYOUT_ROWS)
 
 
 def _onednn_multiply(
     x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None, residual: Tensor | None, gelu_tanh: bool
 ) -> Tensor:
     if residual is not None:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
-    activation = ("gelu", [], "tanh") if gelu_tanh else ("none", [], "")
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, *activation)
+        return onednn_linear_add(x, residual, packed, bias)
+    return onednn_linear(x, packed, bias, gelu_tanh)
 
 
 def _amx_multiply(
@@ -204,10 +204,8 @@ def packed_unavailable(name: str, device: torch.device, dtype: torch.dtype) -> s
         return unavailable("amx", device, dtype)
     if device.type != "cpu":
         return f"oneDNN prepacks for CPUs, not for {device.type}"
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return "this build of torch has no oneDNN"
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "this processor has no bfloat16 instructions that oneDNN uses"
+    if reason := onednn_unavailable(dtype):
+        return reason
     if dtype not in (torch.bfloat16, torch.float32):
         return f"oneDNN's fused products take float32 and bfloat16, not {dtype}"
     return None

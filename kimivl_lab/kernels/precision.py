@@ -12,8 +12,8 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..private_api import outside_modes
 from .packed_linear import PACKED_KERNELS
 
 HALF = (torch.bfloat16, torch.float16)
@@ -28,7 +28,7 @@ def half_pays(dtype: torch.dtype) -> bool:
 
     Both are timed, in turns and each by its fastest run: some milliseconds, once in a process.
     """
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), outside_modes():
         half, x = (torch.ones((_ROWS, _WIDTH), dtype=kind, device="cpu") for kind in (dtype, torch.float32))
         weight = torch.ones((_WIDTH, _WIDTH), dtype=dtype, device="cpu")
         kernel = PACKED_KERNELS["prepacked"]

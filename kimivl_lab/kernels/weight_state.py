@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..private_api import counts_versions, storage_id, weight_version
+
 _LOG = logging.getLogger(__name__)
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,7 +36,7 @@ class WeightState:
     def __init__(self, weight: Tensor, checked: bool = True) -> None:
         self.weight = weakref.ref(weight)
         self.storage = StorageWeakRef(weight.untyped_storage())  # while it lives, no other storage is equal to it
-        self.version = _version(weight)
+        self.version = weight_version(weight)
         self.form = (weight.dtype, weight.device, weight.shape, weight.stride())
         self.values = _bits(weight).clone() if checked and weight.device.type == "cpu" else None
 
@@ -42,8 +44,8 @@ class WeightState:
         """Whether `weight` is the tensor that this state was taken of, unchanged."""
         return (
             self.weight() is weight
-            and self.version == _version(weight)
-            and self.storage.cdata == weight.untyped_storage()._cdata
+            and self.version == weight_version(weight)
+            and self.storage.cdata == storage_id(weight)
             and self.form == (weight.dtype, weight.device, weight.shape, weight.stride())
             and (self.values is None or torch.equal(self.values, _bits(weight)))
         )
@@ -59,7 +61,7 @@ class WeightState:
         if not plain or weight.is_meta:
             return False
         compared = checked and weight.device.type == "cpu"
-        if weight.is_inference() and not compared:
+        if not compared and (weight.is_inference() or not counts_versions()):
             _log_inference_weights()
             return False
         return True
@@ -72,11 +74,9 @@ def announce_change(weights: Iterable[Tensor]) -> None:
 
 @cache
 def _log_inference_weights() -> None:
-    _LOG.warning("weights made in torch.inference_mode() have no version counter: nothing is cached from them")
-
-
-def _version(weight: Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
+    _LOG.warning(
+        "weights have no version counter, as those made in torch.inference_mode(): nothing is cached from them"
+    )
 
 
 def _bits(weight: Tensor) -> Tensor:

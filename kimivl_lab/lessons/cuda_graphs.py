@@ -15,8 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..config import EncoderOptions, MoonViTConfig
 from ..gpus import Gpu, find_gpu
@@ -34,6 +32,7 @@ from ..moonvit.model import MoonVitPretrainedModel
 from ..planner.plan import BudgetPlan
 from ..planner.replay_cost import LAUNCH_S, PUBLISHED_LAUNCH_S, SUSTAINED, kernels
 from ..planner.workload import TokenCounts
+from ..private_api import TorchDispatchMode, tree_leaves
 from ..syncs.counter import count_host_syncs, on_device
 
 Grids: TypeAlias = Sequence[tuple[int, int]]

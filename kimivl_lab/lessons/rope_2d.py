@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..geometry import Grid, GridLike
 from ..measure.accuracy import relative_error
 from ..moonvit.rope import Rope2DPosEmb
+from ..private_api import TorchDispatchMode, operator_schema
 
 Factors = Callable[[GridLike], Tensor]  # (h, w) -> (h * w, d / 2) complex
 _HALF = 2  # bytes of half a float32 number: an operator on one number of each pair, counted for one number
@@ -57,7 +57,7 @@ class _NewBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not (func.is_view or func._schema.is_mutable):
+        if not (func.is_view or operator_schema(func).is_mutable):
             self.total += result.nbytes
         return result
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import private_api
 from ..checks import as_not_negative
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -105,7 +106,5 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
     """The longest that a collective of `group` waits for a rank; `DEFAULT_TIMEOUT_S` where torch does not tell."""
-    try:  # torch has no public name for it, and this runs while an error is handled
-        return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
-    except (AttributeError, IndexError, RuntimeError):
-        return DEFAULT_TIMEOUT_S
+    known = private_api.group_timeout_s(group)
+    return DEFAULT_TIMEOUT_S if known is None else known

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..kernels.dispatch import is_untouched
 from ..kernels.packed_linear import GELU_TANH, FusedModule, PackedKernel, fused_linear
+from ..private_api import onednn_linear
 from .collectives import all_reduce
 from .groups import SharedGroup, check_group
 
@@ -67,7 +68,7 @@ class LinearView(nn.Module):
                 torch.addmm(one_bias, input, one_weight.t(), out=part)
             return y
         if activation == GELU_TANH and kernel is not None:
-            return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "gelu", [], "tanh")
+            return onednn_linear(input, weight, bias, gelu_tanh=True)
         y = F.linear(input, weight, bias)
         return F.gelu(y, approximate="tanh") if activation == GELU_TANH else y
 

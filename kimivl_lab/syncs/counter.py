@@ -23,8 +23,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ..private_api import tree_map
 from .cuda import CudaWatch
 from .pretend import PretendDevice, pretend_module, pretend_tensor
 from .watch import Watcher

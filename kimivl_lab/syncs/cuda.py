@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_leaves
 
+from ..private_api import tree_leaves
 from .rules import COPY_TO_DEVICE, COPY_TO_HOST, READING_FUNCTIONS, SYNCHRONIZE
 from .watch import Watcher
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..private_api import tree_leaves, tree_map_only
 from .rules import SYNCHRONIZE, UNKNOWN_FUNCTIONS
 from .watch import OperatorWatch, Watcher, is_pinned, mark_pinned
 

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..private_api import operator_names, operator_schema, overload_name
+
 COPY_TO_DEVICE = "copy to device"
 COPY_TO_HOST = "copy to host"
 SYNCHRONIZE = "synchronize"
@@ -97,11 +99,11 @@ def waits_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_on_de
         args, kwargs: what it is called with.
         is_on_device: whether a tensor among them lives on the device.
     """
-    name = func._schema.name.removeprefix("aten::")
+    name = operator_schema(func).name.removeprefix("aten::")
     rule = RULES.get(name)
     if rule is None:
         return () if _never_waits(name, func) else None
-    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given = {argument.name: argument.default_value for argument in operator_schema(func).arguments}
     given |= {**dict(zip(given, args, strict=False)), **kwargs}
     return rule.waits(given, is_on_device)
 
@@ -114,14 +116,16 @@ def known() -> dict[str, str]:
 
 def _never_waits(name: str, func: Any) -> bool:
     if name.startswith("_foreach_"):
-        return "_foreach_addc" not in name or func._overloadname != "Tensor"  # that form copies its numbers to the host
+        return (
+            "_foreach_addc" not in name or overload_name(func) != "Tensor"
+        )  # that form copies its numbers to the host
     return name in NEVER_WAIT or func.is_view or torch.Tag.pointwise in func.tags
 
 
 def _pointwise() -> set[str]:
     """Operators of torch that are tagged as pointwise ."""
     names = set()
-    for full_name in torch._C._dispatch_get_all_op_names():
+    for full_name in operator_names():
         name, _, overload = full_name.removeprefix("aten::").partition(".")
         packet = getattr(torch.ops.aten, name, None) if full_name.startswith("aten::") else None
         if packet is not None and torch.Tag.pointwise in getattr(packet, overload or "default").tags:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ..private_api import TorchDispatchMode, composite_form, operator_schema, storage_id, tree_leaves
 from .rules import COPY_TO_DEVICE, COPY_TO_HOST, waits_of
 
 _READS = {"__bool__": "bool", "__int__": "int", "__float__": "float"}
@@ -27,7 +26,6 @@ _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 _HOST_FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "kimivl_lab::packed_attention": lambda q, k, v, cu_seqlens, max_seqlen, _: (q, k, v, cu_seqlens, max_seqlen, "sdpa")
 }
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _pinned: set[StorageWeakRef] = set()
 
 
@@ -113,10 +111,10 @@ class OperatorWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
+        if (composite := composite_form(func)) is not None:
             with self:  # in inference mode such an operator arrives here before its parts do
-                return func._op_dk(_COMPOSITE, *args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
+                return composite(*args, **kwargs)
+        name = operator_schema(func).name.removeprefix("aten::")
         tensors = _tensors((args, kwargs))
         on_device = [self._is_on_device(tensor) for tensor in tensors]
         if name == "copy_" and on_device[0] != on_device[1]:
@@ -160,4 +158,4 @@ def _tensors(values: Any) -> list[Tensor]:
 def _storage(tensor: Tensor) -> int:
     if tensor.layout != torch.strided:
         return id(tensor)  # a sparse tensor has no storage; `kept` keeps its id from being used again
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor)
