@@ -91,9 +91,11 @@ def test_steps_that_fail_die_or_hang_lose_only_themselves(options, capfd):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_interrupt_ends_the_step_and_keeps_what_is_done(options, number):
+def test_an_interrupt_ends_the_step_and_keeps_what_is_done(options, number, request):
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("signals reach the main thread only")
+    inherited = signal.signal(number, signal.default_int_handler)  # a shell's background job ignores SIGINT
+    request.addfinalizer(lambda: signal.signal(number, inherited))
     before, child = signal.getsignal(number), options.out / "child"
 
     def interrupt_when_running():

@@ -58,7 +58,7 @@ class StackedExperts:
         return dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
-        stacked = torch.empty(self.get_shape(), dtype=DTYPES[self.get_dtype()])
+        stacked = torch.empty(self.get_shape(), dtype=DTYPES[self.get_dtype()], device="cpu")
         for expert, parts in enumerate(self._matrices):
             row = 0
             for matrix in parts:

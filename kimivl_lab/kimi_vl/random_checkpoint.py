@@ -129,7 +129,7 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
             continue
         inputs = weight[0].numel() if weight.dim() == 4 else weight.shape[-1]
         deviation = 1.0 if "embed_tokens" in name or "pos_emb" in name else inputs**-0.5
-        weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
+        weight.copy_(torch.randn(weight.shape, generator=generator, device="cpu") * deviation)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -193,7 +193,11 @@ def graph_offsets(lengths: Sequence[int], slots: int, rows: int) -> list[int]:
 
 
 def flat_program(tower: MoonVitPretrainedModel, budget: int, max_images: int) -> tuple[StaticInputs, FlatProgram]:
-    """The static inputs of one graph and its program, as the runner's "trace" backend records it on a CPU."""
+    """The static inputs of one graph and its program, as the runner's "trace" backend records it on a CPU.
+
+    Its attention is torch's, so that the listing is the same on every processor.
+    """
+    tower.set_options(attention="sdpa")
     model = TowerGraphs(tower)
     inputs = StaticInputs(model.prepare_encoder_cudagraph_capture_inputs(budget, max_images))
 

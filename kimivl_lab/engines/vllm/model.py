@@ -166,11 +166,12 @@ class KimiVLLabForConditionalGeneration(upstream.KimiVLForConditionalGeneration)
         vision, weight = self.config.vision_config, next(self.vision_tower.parameters())
         kh, kw = vision.merge_kernel_size
         rows, slots = token_budget * kh * kw, max_batch_size + 1
-        like = {"dtype": weight.dtype, "device": weight.device}
         angles = (rows, vision.hidden_size // vision.num_attention_heads // 2, 2)
         values = {
-            "pixel_values": torch.zeros((rows, 3, vision.patch_size, vision.patch_size), **like),
-            "pos_embeds": torch.zeros((rows, vision.hidden_size), **like),
+            "pixel_values": torch.zeros(
+                (rows, 3, vision.patch_size, vision.patch_size), dtype=weight.dtype, device=weight.device
+            ),
+            "pos_embeds": torch.zeros((rows, vision.hidden_size), dtype=weight.dtype, device=weight.device),
             "rope_cos_sin": torch.zeros(angles, dtype=compute_dtype(weight.dtype), device=weight.device),
             "cu_seqlens": (torch.arange(slots + 1, device=weight.device) * rows // slots).int(),
             "max_seqlen": torch.tensor(rows, dtype=torch.int32, device="cpu"),
