@@ -97,9 +97,8 @@ def fused_linear(
     assert not gelu or residual is None
     if kernel is not None and not torch.is_grad_enabled():  # packed products have no backward
         packed = packed_copy(layer)
-        current = (
-            None if packed is None else packed.current
-        )  # read once: another thread may be packing a changed weight
+        # Read once: another thread may be packing a changed weight.
+        current = None if packed is None else packed.current
         if packed is not None and packed.kernel is kernel and current is not None:
             assert isinstance(layer, nn.Linear)
             return kernel.multiply(x, current, layer.out_features, layer.bias, residual, gelu)

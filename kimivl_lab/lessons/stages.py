@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..config import KimiVLConfig
 from ..geometry import MERGE_KERNEL_SIZE, PATCH_SIZE
+from ..kernels.packed_linear import fused_linear
 from ..kernels.rotation import rotate_complex
 from ..kimi_vl.encoder import KimiVLEncoder
 from ..measure.roofline import copy_gbps, matmul
@@ -144,7 +145,9 @@ def _stages(
     pos_emb, count = tower.patch_embed.pos_emb, len(tower.encoder.blocks)
     block = tower.encoder.blocks[count - 1]
     assert isinstance(block, MoonVitEncoderLayer)
+    linear = tower.resolve_options().linear  # the products of the forward: of packed weights on a CPU
     with torch.no_grad():
+        encoder(pixel_values, grid_hws)  # packs the weights
         x = tower.patch_embed(pixel_values, metadata.pos_embeds)  # (L, D)
         qkv = block.wqkv(block.norm0(x)).unflatten(-1, (3, block.num_heads, -1))  # (L, 3, heads, d)
         q, k = rotate_complex(qkv[:, :2], metadata.rope_cos_sin).unbind(1)  # (L, heads, d) each
@@ -153,10 +156,10 @@ def _stages(
         "position": (1, lambda: pos_emb.get_pos_embeds(metadata.grid_hws)),
         "patch embed": (1, lambda: tower.patch_embed(pixel_values, metadata.pos_embeds)),
         "norms": (2 * count + 1, lambda: block.norm0(x)),
-        "QKV and output": (count, lambda: (block.wqkv(x), block.wo(x))),
+        "QKV and output": (count, lambda: (fused_linear(block.wqkv, x, linear), fused_linear(block.wo, x, linear))),
         "rope": (count, lambda: rotate_complex(qkv[:, :2], metadata.rope_cos_sin)),
         "attention": (count, lambda: attend(q, k, qkv[:, 2], metadata)),
-        "MLP": (count, lambda: block.mlp(x)),
+        "MLP": (count, lambda: block.mlp(x, kernel=linear)),
         "merge": (1, lambda: patch_merger_packed(x, metadata.merge_gather_idx)),
         "projector": (1, lambda: projector(merged)),
     }
