@@ -513,8 +513,9 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* "predicted" is the roofline with this machine's own $p$ and $b$. The forward
-# and its three largest stages lie near it. Below it is possible, because $p$ and $b$ are measured
-# too, at another moment. Your guess gets a mark once you have written it.
+# and its three largest stages take one to about two times as long. Less than the roofline is
+# possible, because $p$ and $b$ are measured too, at another moment. Your guess gets a mark once
+# you have written it.
 
 # %% tags=["headline"]
 products = [stage for stage, one in lab_work.items() if one.flops]
