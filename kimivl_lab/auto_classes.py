@@ -7,8 +7,10 @@ transformers finds its own models by tables of names, which are read when a mode
 `enter_names` writes such lines: at once into the tables that are there, into the others once they exist.
 
 The classes here are taken before a class for "kimi_vl" that a later transformers may have; that one still can be
-imported by its name. Code of a checkpoint (`auto_map`) is never run, `trust_remote_code=True` included: transformers
-prefers classes from outside its package that are entered.
+imported by its name. Code of a checkpoint (`auto_map`) is not run, by models, configurations and processors not even
+with `trust_remote_code=True`: transformers prefers classes from outside its package that are entered. The exception is
+`AutoTokenizer` called alone with `trust_remote_code=True`, which runs the code as it was asked to; `KimiVLProcessor`
+takes its tokenizer's class directly.
 
 Test: tests/test_kimi_vl_checkpoint.py.
 """
