@@ -7,7 +7,7 @@
 Weights, operators and values are the same. Only the reads differ, so that they can be counted and timed.
 
 Source: MoonViT in SGLang before ("per_layer") and after ("per_forward") its pull request 30869. vLLM's eager path in
-release 0.32 reads as "per_layer" does.
+release 0.32 has the grids on the host, and each layer reads the length.
 Test: tests/test_tower_syncs.py. Record: ladder__*.csv.
 """
 

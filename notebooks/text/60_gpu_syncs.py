@@ -293,10 +293,10 @@ print("torch.linalg.inv:", inverse.by_kind, "unknown:", [event.kind for event in
 # [merge](GLOSSARY.md#merge), and the longest image, which sizes the launch of attention (lesson
 # 40).
 #
-# In SGLang before its [pull request 30869](https://github.com/sgl-project/sglang/pull/30869), and
-# in vLLM 0.32 without CUDA graphs, the grids lie on the device. Position, RoPE and merge read
-# them back once each. The longest image is read **in every block** (`per_layer` below). Since
-# that pull request SGLang reads it once (`per_forward`). The library keeps the grids on the host
+# In SGLang before its [pull request 30869](https://github.com/sgl-project/sglang/pull/30869) the
+# grids lie on the device. Position, RoPE and merge read them back once each. The longest image is
+# read **in every block** (`per_layer` below). SGLang now reads it once (`per_forward`). vLLM 0.32
+# without CUDA graphs reads only the longest image, in every block. The library reads nothing
 # (`host`). All three ways have the same weights and kernels
 # (`kimivl_lab/lessons/grids_on_device.py`).
 #

@@ -548,8 +548,8 @@ print(lesson.published_table())
 #
 # Of the ten that the rule cannot predict, five are faster with graphs and five slower. Four of
 # the slower ones are Step3-VL, at first with one image a replay, then with eager for several.
-# Kimi-VL's TTFT fell by 22 ms on an RTX 4090. Its eager path also read values back 30 times a
-# call; at 45 µs each that is only 1.4 ms, and the rest is not explained here. The controls show
+# Kimi-VL's TTFT fell by 22 ms on an RTX 4090. Its eager path also read a value back in every
+# block; 27 at 45 µs are only 1.2 ms, and the rest is not explained here. The controls show
 # padding: 64 tokens in a graph of 4,096 take 9 to 13 times as long, 176 in 256 up to 11 % longer.
 # Where no graph fits, every image runs eager, and only noise changes.
 #
