@@ -8,6 +8,7 @@ ENGINE := .engine-venv
 BENCHES = $(filter-out gpu_suite,$(patsubst kimivl_lab/bench/%.py,%,$(shell grep -l __main__ kimivl_lab/bench/*.py)))
 TEXTS = $(sort $(wildcard notebooks/text/*.py notebooks/text/solutions/*.py))
 NOTEBOOKS = $(TEXTS:notebooks/text/%.py=notebooks/%.ipynb)
+PAGE := notebooks/90_engines_side_by_side.md
 NBVAL := -p no:randomly --nbval --nbval-current-env --nbval-sanitize-with=tests/nbval_sanitize.cfg --nbval-cell-timeout=300
 
 EXECUTE := --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
@@ -72,7 +73,7 @@ bench: $(BENCHES:%=bench-%) ## run every benchmark at its quick size, records in
 $(BENCHES:%=bench-%): bench-%: .venv
 	$(PY) -m kimivl_lab.bench.$* --quick
 
-notebooks: $(NOTEBOOKS) data/figures/front.png ## rebuild every .ipynb from notebooks/text and execute it in place
+notebooks: $(NOTEBOOKS) data/figures/front.png $(PAGE) ## rebuild every .ipynb from notebooks/text and execute it in place
 
 $(NOTEBOOKS): notebooks/%.ipynb: notebooks/text/%.py .venv
 	$(PY) -m jupytext --quiet --update --update-metadata '{"jupytext": null}' --to ipynb --output $@ $<
@@ -80,6 +81,10 @@ $(NOTEBOOKS): notebooks/%.ipynb: notebooks/text/%.py .venv
 
 data/figures/front.png: $(wildcard data/measurements/ladder__*.csv) | $(INSTALLED)
 	$(PY) -m kimivl_lab.report.ladder $@
+
+$(PAGE): $(wildcard data/measurements/*.csv data/published/*.csv) | $(INSTALLED)
+	$(PY) -m kimivl_lab.report.side_by_side $@
+	@touch $@
 
 clean: ## remove what running and testing wrote, keep the environment
 	rm -rf build .pytest_cache .ruff_cache .hypothesis kimivl_lab.egg-info
