@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._guards
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as _nn_module
@@ -64,6 +65,14 @@ def outside_modes() -> AbstractContextManager[Any]:
 
     disable = getattr(_python_dispatch, "_disable_current_modes", nullcontext)
     return disable()
+
+
+def in_fake_mode() -> bool:
+    """Whether results have no values and must not be kept; True in any dispatch mode where torch does not tell."""
+    if not is_in_torch_dispatch_mode():
+        return False
+    active = getattr(torch._guards, "active_fake_mode", None)
+    return active is None or active() is not None
 
 
 # --- what decides between a kernel's fast call and its operator ------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, prune
 
 from kimivl_lab import EncoderCudaGraphRunner, EncoderOptions, KimiVLEncoder
@@ -510,6 +511,19 @@ def test_the_position_cache_empties_when_the_options_leave_it(tower, position):
     assert cache.stats.bytes > 0
     tower.set_options(position=position)
     assert cache.stats.bytes == 0 == len(cache)
+
+
+@pytest.mark.parametrize(
+    "switches", [{"linear": "plain", "position": "adaptive"}, {}], ids=["plain", "cached and packed"]
+)
+def test_a_forward_without_values_leaves_nothing_behind(switches):
+    """Under FakeTensorMode results have shapes only: kept in a cache they would fail or spoil every later forward."""
+    pixels, grids = pixels_for([(4, 6)]), [(4, 6)]
+    tower, never = (tiny_tower(seed=5, options=EncoderOptions(**switches)) for _ in range(2))
+    with torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert tower(pixels, grids).shape == (6, 4, 288)
+        assert torch.equal(tower(pixels, grids), never(pixels, grids))
 
 
 def test_a_tower_made_in_inference_mode_is_cached_and_never_stale():

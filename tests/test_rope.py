@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kimivl_lab import EncoderOptions
 from kimivl_lab.kernels.rotation import ROPE_IMPLEMENTATIONS, resolve_rotation, rotate_complex
+from kimivl_lab.moonvit.metadata import grid_arrays_reference
 from kimivl_lab.moonvit.rope import Rope2DPosEmb
 from tests import oracle
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
@@ -91,6 +92,16 @@ def test_in_place_writes_q_and_k_and_leaves_v():
     ROPE_IMPLEMENTATIONS["in_place"](qkv[:, :2], cos_sin)
     assert torch.equal(qkv[:, 2], before[:, 2])
     assert torch.equal(qkv[:, :2], rotate_complex(before[:, :2], cos_sin))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=3))
+def test_factors_gathered_from_the_kept_axis_are_the_reference_bit_for_bit(grids):
+    rope = Rope2DPosEmb(72)
+    positions = grid_arrays_reference(grids, len(grids), (1, 1))["positions"]
+    for _ in range(2):  # makes the axis, then finds it
+        assert torch.equal(rope.gather_cos_sin(positions, grids), rope.get_cos_sin(grids))
+    assert rope.axes.stats.hits == rope.axes.stats.misses == 1
 
 
 def test_scores_depend_on_relative_position_alone():

@@ -114,6 +114,17 @@ def test_nothing_is_asked_of_cuda_on_a_cpu_nor_inside_a_capture(streams):
     assert streams.log == [] and streams.marks == 1
 
 
+def test_a_cache_neither_keeps_nor_reads_inside_a_capture(streams):
+    """The value of a captured operator is there at the first replay, and an entry that a graph reads may be dropped."""
+    cache = PositionCache()
+    kept = cache.get("grid", lambda: recorded(1))
+    streams.capturing = True
+    assert cache.get("grid", lambda: recorded(2)) is not kept
+    cache.get("other", lambda: recorded(3))
+    streams.capturing = False
+    assert cache.get("grid", pytest.fail) is kept and len(cache) == 1
+
+
 class OnGpu(EncoderCudaGraphRunner):
     """A runner on the CPU whose order is that of a GPU."""
 

@@ -54,8 +54,11 @@ class StreamOrder:
             tensor.record_stream(stream)
 
 
+def is_capturing() -> bool:
+    """Whether the current stream records a CUDA graph: what it computes is not there before the first replay."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def _may_order(device: torch.device) -> bool:
     # A capture begins with a synchronisation, and an event of uncaptured work in it is an error.
-    if device.type != "cuda" or not torch.cuda.is_initialized():
-        return False
-    return not torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_initialized() and not is_capturing()

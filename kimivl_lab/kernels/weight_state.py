@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..private_api import counts_versions, storage_id, weight_version
+from ..private_api import counts_versions, in_fake_mode, storage_id, weight_version
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,10 +55,11 @@ class WeightState:
         """Whether a change of `weight` would be seen.
 
         True for plain tensors with values (and subclasses that say `counts_versions`). A tensor made in inference mode
-        has no version counter: it is traceable only where values are compared.
+        has no version counter: it is traceable only where values are compared. In torch's FakeTensorMode no weight is,
+        because what would be kept has no values.
         """
         plain = type(weight) in (torch.nn.Parameter, Tensor) or getattr(weight, "counts_versions", False)
-        if not plain or weight.is_meta:
+        if not plain or weight.is_meta or in_fake_mode():
             return False
         compared = checked and weight.device.type == "cpu"
         if not compared and (weight.is_inference() or not counts_versions()):

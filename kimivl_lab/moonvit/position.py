@@ -99,11 +99,10 @@ class Learnable2DInterpPosEmb(nn.Module):
     def _may_cache(self, weight: Tensor) -> bool:
         # A weight that is no parameter is computed by a hook or a parametrisation, anew for each call.
         wants_gradient = torch.is_grad_enabled() and weight.requires_grad
-        capturing = weight.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         return (
             self._parameters.get("weight") is weight
             and WeightState.is_traceable(weight, self.cache.checked)
-            and not (self.training or wants_gradient or capturing or torch.compiler.is_compiling())
+            and not (self.training or wants_gradient or torch.compiler.is_compiling())
         )
 
     def _taps(self, dtype: torch.dtype, device: torch.device, out_size: int, in_size: int) -> AxisTaps:

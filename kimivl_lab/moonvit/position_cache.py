@@ -25,8 +25,9 @@ from torch import Tensor
 
 from ..checks import as_not_negative
 from ..config import EncoderOptions
-from ..kernels.streams import StreamOrder
+from ..kernels.streams import StreamOrder, is_capturing
 from ..kernels.weight_state import WeightState
+from ..private_api import in_fake_mode
 
 DEFAULT_MAX_BYTES = EncoderOptions.position_cache_bytes
 POLICIES = ("lru", "fifo")
@@ -90,7 +91,13 @@ class PositionCache:
         self._checked = True
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The entry of `key`, made by `make()` if it is missing. Read-only: copy it before you return it."""
+        """The entry of `key`, made by `make()` if it is missing. Read-only: copy it before you return it.
+
+        The value is made and not kept, and no entry is read, while a CUDA graph is captured (the graph would compute an
+        entry at its first replay only, and could read one that has been dropped since) and in torch's FakeTensorMode.
+        """
+        if is_capturing() or in_fake_mode():
+            return make()
         with self._lock:
             found = self._entries.get(key)
             if found is not None:

@@ -6,8 +6,8 @@ imaginary part of slot c. Angles are float32; the product is float32, cast back 
 d = 72 the patch at row 3, column 5 has slot 0 = exp(5j) and slot 1 = exp(3j).
 
 Factors are stored as float32 pairs (cos, sin). A pair has the memory of a complex64 number, so both forms are views of
-one tensor. They are built from one short vector per axis: the tower keeps no table and no buffer of angles, so no cast
-or move of the tower can round them.
+one tensor. They are built from one short vector per axis. The fast way keeps this vector for each device and dtype, 72
+KiB at d = 72, outside of the tower's buffers: no cast or move of the tower can round it.
 
 `kimivl_lab.kernels.rotation` applies the factors.
 
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from ..geometry import MAX_GRID_SIDE, GridLike
+from .position_cache import PositionCache
 
 THETA_BASE = 10000.0
+AXIS_CACHE_BYTES = 2**20
 
 
 class Rope2DPosEmb:
@@ -36,6 +38,7 @@ class Rope2DPosEmb:
         if dim % 4:
             raise ValueError(f"the head size must be a multiple of 4, got {dim}")
         self.dim = dim
+        self.axes = PositionCache(max_bytes=AXIS_CACHE_BYTES)  # they depend on no weight
 
     def get_cos_sin(
         self, grid_hws: Sequence[GridLike], device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
@@ -56,14 +59,14 @@ class Rope2DPosEmb:
     def gather_cos_sin(
         self, positions: Tensor, grid_hws: Sequence[GridLike], dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """`get_cos_sin`, bit for bit, by one gather: the number of kernels does not depend on the number of images.
+        """`get_cos_sin`, bit for bit, by one gather from a kept axis: three kernels for any number of images.
 
         Args:
             positions: (L, 2) integers (column, row) of each patch in its grid, as `pack_grid_arrays` writes them. The
                 result is on their device.
         """
-        side = self._longest_side(grid_hws)
-        axis = torch.view_as_complex(self._axis(side, positions.device, dtype))  # (side, d/4)
+        self._longest_side(grid_hws)  # raises for one that the axis does not hold
+        axis = torch.view_as_complex(self._whole_axis(positions.device, dtype))  # (MAX_GRID_SIDE, d/4)
         factors = axis.index_select(0, positions.flatten()).view(-1, 2, axis.shape[1])  # (L, column and row, d/4)
         return torch.view_as_real(factors.transpose(1, 2).flatten(1))
 
@@ -78,6 +81,13 @@ class Rope2DPosEmb:
             if max(h, w) > MAX_GRID_SIDE:
                 raise ValueError(f"grid {h}x{w} exceeds the largest, {MAX_GRID_SIDE}x{MAX_GRID_SIDE}")
         return max((max(grid) for grid in grid_hws), default=0)
+
+    def _whole_axis(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        def make() -> Tensor:
+            with torch.inference_mode(False):  # kept for later calls, which may want gradients
+                return self._axis(MAX_GRID_SIDE, device, dtype)
+
+        return self.axes.get((str(device), dtype), make)
 
     def _axis(self, side: int, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
         """(side, d/4, 2): (cos, sin) of position * theta_i, for positions 0 to side - 1."""
