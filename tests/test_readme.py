@@ -6,6 +6,7 @@ import shutil
 import socket
 import statistics
 from pathlib import Path
+from typing import Any
 
 import PIL.Image
 import pytest
@@ -21,6 +22,9 @@ from kimivl_lab.lessons.minutes import table_rows
 from kimivl_lab.measure.records import find_record
 from kimivl_lab.planner.workload import read_sizes
 from kimivl_lab.report.ladder import kept_records, source_of
+from kimivl_lab.syncs.counter import HostSyncCounter, on_device
+from tests.conftest import relative_error
+from tests.test_pretended_gpu import gpu  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -95,6 +99,28 @@ def test_the_code_runs_as_written(tmp_path, monkeypatch, capsys, rank_of_one):
     merged = names["patch_merger_packed"](x, names["index"])
     assert torch.equal(merged.flatten(), names["index"])
     assert torch.equal(names["metadata"].merge_gather_idx, names["index"])
+
+
+@pytest.mark.usefixtures("gpu")
+def test_on_a_gpu_the_code_waits_for_what_it_prints_alone(tmp_path, monkeypatch, rank_of_one):
+    """On the pretended device, with each tower and encoder moved to it where the code has made it."""
+    shutil.copytree(ROOT / "data" / "images", tmp_path / "data" / "images")
+    write_random_checkpoint(tmp_path / "Kimi-VL-A3B-Instruct", vocab_size=1024, dtype=torch.float32)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    tower, _, encoder, *others = blocks("python")  # without the language model
+    for block in (tower, encoder):
+        exec(compile(block, "README.md", "exec"), names)
+    want = names["features"], names["rows"]
+    for name in ("tower", "encoder"):
+        names[name] = on_device(names[name], pretended=True)
+    with HostSyncCounter(pretended=True) as waits:
+        for block in others:
+            exec(compile(block, "README.md", "exec"), names)
+    assert names["metadata"].pos_embeds.is_cuda and waits.by_kind == {"tolist": 1}
+    assert names["runner"].backend.name == "cuda" and names["counter"].total == 0
+    for name, right in zip(("features", "rows"), want, strict=True):
+        assert relative_error(names[name].as_subclass(torch.Tensor), right) < 1e-5
 
 
 def test_the_recipe_writes_sizes_that_plan_reads(tmp_path, monkeypatch):
