@@ -16,7 +16,7 @@ EXECUTE := --to notebook --execute --inplace --ExecutePreprocessor.record_timing
   --ExecutePreprocessor.kernel_manager_class=kimivl_lab.report.kernel.OwnKernelManager
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv run test test-long engine-venv test-engine lint lab bench notebooks clean $(BENCHES:%=bench-%) $(NOTEBOOKS)
+.PHONY: help .venv run report test test-long engine-venv test-engine lint lab bench notebooks clean $(BENCHES:%=bench-%) $(NOTEBOOKS)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[-.a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -32,6 +32,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 run: .venv build/.ladder ## climb the ladder, execute the notebooks here, write build/report/index.html
 	$(PY) -m kimivl_lab.report
+
+report: .venv ## build/report/index.html from the saved notebooks, executing nothing
+	$(PY) -m kimivl_lab.report --saved
 
 build/.ladder: $(shell find kimivl_lab -name '*.py') | $(INSTALLED)
 	$(PY) -m kimivl_lab.bench.ladder --quick

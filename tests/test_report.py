@@ -10,12 +10,12 @@ import nbformat
 import pytest
 import torch
 from matplotlib.patches import Rectangle
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from kimivl_lab.measure.records import Recorder
 from kimivl_lab.report import __main__ as report
 from kimivl_lab.report import execution, ladder
-from kimivl_lab.report.contents import contents
+from kimivl_lab.report.contents import anchored, contents
 from kimivl_lab.report.page import with_mathml
 
 PLOT = 'from IPython.display import Image, display\ndisplay(Image(data={png!r}, format="png"))'
@@ -30,7 +30,10 @@ def write_notebook(folder, name, title, *code, question="How much?", result="pri
         new_code_cell(PLOT.format(png=RED)),
         new_code_cell(f"{PLOT.format(png=RED)}\n{PLOT.format(png=BLUE)}", metadata={"tags": ["headline"]}),
         new_markdown_cell("*How to read it:* **blue** is [better](20_fine.ipynb) than `red_one`.\n\nMore: $x^2$."),
-        new_markdown_cell("[solved](solutions/00_good__SOLUTION.ipynb), [parts](#part), [paper](https://example.org)"),
+        new_markdown_cell(
+            "## Part\n\n[solved](solutions/00_good__SOLUTION.ipynb), [parts](#part), [paper](https://example.org), "
+            "[term](WORDS.md#host-sync), [there](20_fine.ipynb#The-question)"
+        ),
         new_code_cell(result, metadata={"tags": ["result"]}),
     ]
     folder.mkdir(exist_ok=True, parents=True)
@@ -51,12 +54,13 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.text, self.images, self.links, self.tags, self.fetched = "", [], [], [], []
+        self.text, self.images, self.links, self.tags, self.fetched, self.ids = "", [], [], [], [], set()
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attrs):
         values = dict(attrs)
         self.tags.append(tag)
+        self.ids |= {values["id"]} if "id" in values else set()
         if tag == "img":
             self.images.append(values)
         if tag == "a":
@@ -86,8 +90,11 @@ def first_run(tmp_path_factory):
     write_notebook(notebooks, "00_good", "A `good` one", "from pathlib import Path", "print(Path.cwd().name)")
     write_notebook(notebooks, "10_bad", "A bad one", "print('so far')", "assert 1 + 1 == 3, 'sums\\ndisagree'", "1")
     write_notebook(notebooks, "20_fine", "Another", question="How long?")
-    write_notebook(notebooks / "solutions", "00_good__SOLUTION", "A solution")
-    before = {path: path.read_bytes() for path in notebooks.rglob("*.ipynb")}
+    solution = new_notebook(cells=[new_markdown_cell("# A solution\n\nof [this](../00_good.ipynb)")])
+    (notebooks / "solutions").mkdir()
+    nbformat.write(solution, notebooks / "solutions" / "00_good__SOLUTION.ipynb")
+    (notebooks / "WORDS.md").write_text("# Words\n\n### Host sync\n\nSee [one](00_good.ipynb#The-question).\n")
+    before = {path: path.read_bytes() for path in notebooks.rglob("*") if path.is_file()}
     code, lines = run("--notebooks", notebooks, "--out", out)
     assert {path: path.read_bytes() for path in notebooks.rglob("*") if path.is_file()} == before, "sources changed"
     return notebooks, out, code, lines
@@ -141,13 +148,53 @@ def test_the_index_is_one_readable_file(first_run):
     kept = ladder.ladder_picture()
     assert kept is not None and front == kept.png
     assert headlines == [PNG_OF[BLUE]] * 2
-    for page in (index, *(Page(out / f"{name}.html") for name in ("00_good", "10_bad", "20_fine"))):
+    for page in map(Page, out.glob("*.html")):
         assert all(image["alt"] for image in page.images if image["src"].endswith(PNG_OF[BLUE]))
         for link in page.links:
-            assert link.startswith(("https:", "#")) or (out / link).exists(), link
-    assert {"20_fine.html", "#part", "https://example.org"} <= set(Page(out / "00_good.html").links)
+            file, _, fragment = link.partition("#")
+            assert link.startswith("https:") or not file or (out / file).exists(), link
+            if not link.startswith("https:") and fragment:
+                assert fragment in (Page(out / file).ids if file else page.ids), link
+    there = {"20_fine.html", "#part", "https://example.org", "00_good__SOLUTION.html", "WORDS.html#host-sync"}
+    assert there | {"20_fine.html#the-question"} <= set(Page(out / "00_good.html").links)
     for words in ("How much?", "How long?", "7 < 8", "transformers"):
         assert words in index.text
+
+
+def test_every_page_lists_the_headings_of_all(first_run):
+    _, out, _, _ = first_run
+    assert {path.stem for path in out.glob("*.html")} == {
+        *("index", "00_good", "10_bad", "20_fine", "00_good__SOLUTION", "WORDS")
+    }
+    for path in out.glob("*.html"):
+        page = Page(path)
+        own = "" if path.stem == "20_fine" else "20_fine.html"
+        assert f"{own}#the-question" in page.links
+        assert page.text.count("Host sync") == 1 + (path.stem == "WORDS")
+
+
+def test_headings_of_the_same_words_have_different_anchors():
+    body, headings = anchored("<h2>A <code>b</code>: &amp; c?</h2><p>x</p><h3>A b: &amp; c?</h3>\n<h2>D</h2>")
+    assert [(one.level, one.text) for one in headings] == [(2, "A b: & c?"), (3, "A b: & c?"), (2, "D")]
+    assert [one.anchor for one in headings] == ["a-b--c", "a-b--c-1", "d"]
+    assert '<h3 id="a-b--c-1">' in body and "<p>x</p>" in body
+
+
+def test_saved_outputs_are_shown_and_nothing_is_executed(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "execute", lambda *arguments, **more: pytest.fail("executed"))
+    path = write_notebook(tmp_path / "notebooks", "00_good", "A good one")
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    code[0].outputs = [new_output("stream", text="A processor, 4 cores\n{'torch': '2'}\n")]
+    code[1].outputs = [new_output("display_data", {"image/png": PNG_OF[BLUE]})]
+    code[2].outputs = [new_output("stream", text="42 times\n")]
+    nbformat.write(notebook, path)
+    assert run("--notebooks", path.parent, "--out", tmp_path / "out", "--saved")[0] == 0
+    index = Page(tmp_path / "out" / "index.html")
+    assert "42 times" in index.text and "Saved outputs of A processor, 4 cores" in index.text
+    assert PNG_OF[BLUE] in index.images[-1]["src"]
+    assert "Every cell ran" not in index.text and "s on this machine" not in index.text
+    assert "A processor, 4 cores" in Page(tmp_path / "out" / "00_good.html").text
 
 
 def test_formulas_are_in_the_page_and_nothing_is_fetched(first_run):
@@ -161,6 +208,7 @@ def test_code_keeps_its_dollars():
     assert with_mathml("cost `$HOME` is\n```\n$a$\n```\n") == "cost `$HOME` is\n```\n$a$\n```\n"
     assert with_mathml("a $x_1$ b").count("<math") == 1
     assert 'display="block"' in with_mathml("$$\\frac{a}{b}$$")
+    assert "<mn>1,234,567</mn>" in with_mathml("$n = 1{,}234{,}567$")
 
 
 def test_an_unchanged_notebook_is_not_executed_again(first_run, monkeypatch):

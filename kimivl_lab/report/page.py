@@ -1,12 +1,15 @@
-"""The pages: an index with a card for each notebook, and each executed notebook. One file each, nothing to fetch.
+"""The pages: an index with a card for each notebook, and a page for each notebook, solution and text.
 
-Test: tests/test_report.py.
+Each page is one file. It holds its pictures, its style and its script, and its security policy forbids the browser to
+fetch anything. All pages hold the same table of contents, in which a script searches.
+
+Test: tests/test_report.py, tests/test_report_browser.py.
 """
 
 import copy
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,10 +19,11 @@ import jinja2
 from latex2mathml.converter import convert
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
+from nbformat.v4 import new_markdown_cell, new_notebook
 from pygments.formatters.html import HtmlFormatter
 
 from ..measure.provenance import provenance
-from .contents import Contents, contents, pictures
+from .contents import Contents, Heading, anchored, pictures, slug
 from .execution import Execution
 
 _FOLDER = Path(__file__).parent
@@ -39,12 +43,30 @@ _CODE_OR_FORMULA = re.compile(
 
 @dataclass(frozen=True)
 class Card:
-    """One notebook in the index. `cached`: not executed in this run, because nothing that it depends on has changed."""
+    """One lesson in the index.
+
+    `execution` is None where the outputs are those that the notebook was saved with. `cached`: not executed in this
+    run, because nothing that it depends on has changed.
+    """
 
     name: str
     contents: Contents
-    execution: Execution
-    cached: bool
+    execution: Execution | None = None
+    cached: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page before it is written. `card` is None for a solution and for a text such as the glossary."""
+
+    name: str
+    body: str
+    headings: Sequence[Heading]
+    card: Card | None = None
+
+    @property
+    def title(self) -> str:
+        return self.headings[0].text if self.headings else self.name
 
 
 @dataclass(frozen=True)
@@ -55,43 +77,51 @@ class Picture:
     alt: str
 
 
-def write_notebook_page(
-    path: Path, notebook: NotebookNode, execution: Execution, *, cached: bool, names: Collection[str], folder: Path
-) -> Card:
-    """Writes `<name>.html`, the executed notebook with its pictures inside, and returns its card for the index.
+def notebook_page(
+    path: Path, notebook: NotebookNode, names: Mapping[Path, str], folder: Path, card: Card | None = None
+) -> Page:
+    """The page of a notebook, with its pictures inside.
 
     Args:
         path: the notebook's source: what its relative links start from.
-        names: the notebooks that have a page in `folder`.
+        names: every source that has a page in `folder`, and the page's name.
     """
-    card = Card(path.stem, contents(notebook), execution, cached)
-    for _, output, words in pictures(notebook):
-        output.metadata["alt"] = words
     shown = copy.deepcopy(notebook)
+    for _, output, words in pictures(shown):
+        output.metadata["alt"] = words
     for cell in shown.cells:
         if cell.cell_type == "markdown":
             cell.source = with_mathml(cell.source)
     body, _ = _exporter().from_notebook_node(shown)
 
     def link(match: re.Match[str]) -> str:
-        target = path.parent / match[1]
-        if target.suffix == ".ipynb" and target.parent == path.parent and target.stem in names:
-            return f'href="{target.stem}.html"'
-        return f'href="{os.path.relpath(target, folder)}"'
+        file, mark, fragment = match[1].partition("#")
+        target = path.parent / file
+        name = names.get(target.resolve())
+        if name is None:
+            return f'href="{os.path.relpath(target, folder)}{mark}{fragment}"'
+        return f'href="{name}.html{mark}{slug(fragment)}"'
 
-    body = re.sub(r'href="(?!\w+:|#)([^"]+)"', link, body)
-    page = folder / f"{card.name}.html"
-    _write(page, "notebook.html.j2", card=card, body=body)
-    return card
+    body, headings = anchored(re.sub(r'href="(?!\w+:|#)([^"]+)"', link, body))
+    return Page(names[path.resolve()], body, headings, card)
 
 
-def write_index(cards: list[Card], front: Picture | None, folder: Path) -> Path:
-    """Writes `index.html`: the machine, the front picture, the cards.
+def text_page(path: Path, names: Mapping[Path, str], folder: Path) -> Page:
+    """The page of a markdown file, such as the glossary."""
+    notebook = new_notebook(cells=[new_markdown_cell(path.read_text())])
+    return notebook_page(path, notebook, names, folder)
+
+
+def write_pages(pages: Sequence[Page], front: Picture | None, folder: Path) -> Path:
+    """Writes every page and `index.html`, which shows the front picture and the cards; the path of the index.
 
     Args:
         front: None leaves its place to the first notebook's headline picture.
     """
-    return _write(folder / "index.html", "index.html.j2", cards=cards, front=front, origin=provenance())
+    for page in pages:
+        _write(folder / f"{page.name}.html", "notebook.html.j2", page=page, pages=pages)
+    cards = [page.card for page in pages if page.card]
+    return _write(folder / "index.html", "index.html.j2", cards=cards, pages=pages, front=front, origin=provenance())
 
 
 def with_mathml(markdown: str) -> str:
@@ -103,8 +133,14 @@ def _element(match: re.Match[str]) -> str:
     if match["code"] is not None:
         return match["code"]
     if match["block"] is not None:
-        return convert(" ".join(match["block"].split()), display="block")
-    return convert(match["inline"])
+        formula = _convert(" ".join(match["block"].split()), display="block")
+        return f'<span class="formula">{formula}</span>'  # a formula that is wider than a phone scrolls in its span
+    return _convert(match["inline"])
+
+
+def _convert(formula: str, display: str = "inline") -> str:
+    """MathML, in which `1{,}656` is one number, without the space that follows a comma elsewhere."""
+    return convert(formula, display=display).replace("</mn><mrow><mo>&#x0002C;</mo></mrow><mn>", ",")
 
 
 @cache
@@ -120,5 +156,6 @@ def _exporter() -> HTMLExporter:
 def _write(path: Path, template: str, **values: Any) -> Path:
     light, dark = (HtmlFormatter(style=style, nobackground=True).get_style_defs(".highlight") for style in _CODE_STYLES)
     css = f"{(_FOLDER / 'style.css').read_text()}\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"
-    path.write_text(_TEMPLATES.get_template(template).render(css=css, **values))
+    script = (_FOLDER / "contents.js").read_text()
+    path.write_text(_TEMPLATES.get_template(template).render(css=css, script=script, **values))
     return path
