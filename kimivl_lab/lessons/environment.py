@@ -1,7 +1,8 @@
 """Whether the course runs here: one line a requirement, OK or FAIL with the cure.
 
-`print_environment()` is the first cell of the course. `environment()` gives the same as data.
-Test: tests/test_lessons.py.
+`print_environment()` is in the first cell of the course; `python -m kimivl_lab.lessons.environment` does the same.
+`environment()` gives it as data.
+Test: tests/test_lessons.py, tests/test_workshop.py.
 """
 
 import importlib.metadata
@@ -99,3 +100,7 @@ def _memory_gib() -> float:
         if available:
             return int(available[1]) / 2**20
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+if __name__ == "__main__":
+    print_environment()
