@@ -18,7 +18,7 @@
 # %% [markdown]
 # # Start here: the encoder on one page
 #
-# [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [10 images to patches](10_images_to_patches.ipynb)
+# [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [10 From images to patches](10_images_to_patches.ipynb)
 #
 # ## The question
 #
@@ -115,8 +115,9 @@ _ = torch.set_grad_enabled(False)
 # answer. The language model then runs once for every word. So the encoder's time is part of the
 # [time to first token](GLOSSARY.md#ttft), and users wait for it.
 #
-# This is the map of the course. Lessons 10 to 40 follow an image through the encoder. Lessons 50
-# to 70 are about serving. "Minutes to do" are yours, "minutes to run" are the machine's.
+# This is the map of the course. Lessons 10 to 40 follow an image through the encoder. The later
+# lessons are about serving. "Minutes to do" are yours, "minutes to run" are the machine's. Three
+# photographs lead through the course: **china**, **coffee** and **chelsea**.
 
 # %% tags=["nbval-ignore-output"]
 Markdown(course_map())
@@ -157,7 +158,7 @@ check_function(
 # The patches of all images of a [batch](GLOSSARY.md#batch) stand in one list, the [packed
 # sequence](GLOSSARY.md#packed-sequence). It has $L = \sum n$ lines. There is no filler between
 # the images, so they need not have the same size. (Inside an image there can be filler: china.jpg
-# grows from 640 x 427 to 644 x 448 pixels. The picture below hatches it.)
+# grows from 640 x 427 to 644 x 448 pixels. The figure below hatches it.)
 
 # %%
 images = {name: Image.open(sample_images()[name]) for name in ("china", "coffee", "chelsea")}
@@ -217,7 +218,7 @@ compare(Comparison(parameters_guess, predicted=tower_parameters / 1e6))
 #
 # A [FLOP](GLOSSARY.md#flop) is one addition or multiplication. Take a product of a (2, 3) and a
 # (3, 2) matrix. It has 4 results, and each result needs 3 multiplications and 3 additions: 24
-# FLOPs in all. In general a product of $(a, b)$ and $(b, c)$ needs $2abc$ FLOPs, here
+# FLOPs in all. In general a product needs 2 · rows · shared size · columns, here
 # $2 \cdot 2 \cdot 3 \cdot 2 = 24$.
 #
 # - A linear map from $D$ to $F$ costs $2DF$ FLOPs for each patch, whatever the image.
@@ -313,9 +314,9 @@ compare(Comparison(h100_guess, predicted=h100.flops_per_byte))
 #
 # ### The batch pays for the weights
 #
-# Look at the weights alone. A linear map of $P$ weights does $2PL$ FLOPs for a batch of $L$
-# patches and reads $2P$ bytes of bfloat16 weights. That is $2PL / 2P = L$ FLOPs for each byte.
-# With 3,540 patches it is far above every $p / b$ of the table.
+# Look at the weights alone. A linear map from $D$ to $F$ does $2DFL$ FLOPs for a batch of $L$
+# patches and reads $2DF$ bytes of bfloat16 weights. That is $L$ FLOPs for each byte. With 3,540
+# patches it is far above every $p / b$ of the table.
 #
 # A language model that writes one word at a time is the opposite case. It reads all its weights
 # for **one** token, and does 1 FLOP for each byte. So writing waits for memory, and encoding
@@ -646,7 +647,7 @@ check_function(
     patches_to_saturate,
     {(1e15, 4e12, 2): 250, (1e15, 4e12, 1): 125, (3e14, 2e12, 4): 300},
     rtol=1e-6,
-    hint="time of 2 P L FLOPs = time of reading P weights; P cancels",
+    hint="time of 2 D F L FLOPs = time of reading D F weights; D F cancels",
 )
 
 # %% [markdown]
@@ -704,4 +705,6 @@ check_function(
 #   10.1145/1498765.1498785](https://doi.org/10.1145/1498765.1498785).
 # - Data sheets: `data/published/devices.csv` holds the numbers and their addresses.
 #
-# Next: [10 images to patches](10_images_to_patches.ipynb)
+# **Next:** the rule above stops at 4,096 patches. Lesson 10 says what happens to larger images.
+#
+# [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [10 From images to patches](10_images_to_patches.ipynb)

@@ -18,7 +18,10 @@
 # %% [markdown]
 # # From images to patches
 #
-# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [20 position embedding](20_position_embedding.ipynb)
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [00 Start here](00_start_here.ipynb) · next: [20 Position embedding](20_position_embedding.ipynb)
+#
+# Lesson 00 counted the tokens of images below the limit of 4,096 patches. This lesson counts them
+# for every image.
 #
 # ## The question
 #
@@ -560,5 +563,6 @@ check("features of bytes", features, embed(floats, weight, bias), rtol=1e-4, hin
 # - Workloads: COCO val2017, OpenCQA's charts, ICDAR-2019 SROIE, and others; sources and licences
 #   are in the repository's `data/README.md`.
 #
-# Previous: [00 start here](00_start_here.ipynb) · next: [20 position
-# embedding](20_position_embedding.ipynb)
+# **Next:** a patch does not say where in the image it was. Lesson 20 adds this to its features.
+#
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [00 Start here](00_start_here.ipynb) · next: [20 Position embedding](20_position_embedding.ipynb)

@@ -18,7 +18,9 @@
 # %% [markdown]
 # # Position embedding: one table for every image size
 #
-# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [25 position cache](25_position_cache.ipynb)
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [10 From images to patches](10_images_to_patches.ipynb) · next: [25 A cache of position embeddings](25_position_cache.ipynb)
+#
+# Lesson 10 cut images into patches. A patch alone does not say where in its image it was.
 #
 # ## The question
 #
@@ -670,5 +672,7 @@ check_function("gather", my_gather, cases, rtol=1e-6, hint=hint)
 # - The table: DINOv2 ViT-S/14, [Oquab et al. 2023](https://arxiv.org/abs/2304.07193), Apache-2.0;
 #   source and licence are in the repository's `data/README.md`.
 #
-# Previous: [10 images to patches](10_images_to_patches.ipynb) · next: [25 position
-# cache](25_position_cache.ipynb)
+# **Next:** images of equal size need the same embedding, and it is computed each time. Lesson 25
+# keeps it.
+#
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [10 From images to patches](10_images_to_patches.ipynb) · next: [25 A cache of position embeddings](25_position_cache.ipynb)

@@ -18,7 +18,10 @@
 # %% [markdown]
 # # A cache of position embeddings
 #
-# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [30 RoPE in two dimensions](30_rope_2d.ipynb)
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [20 Position embedding](20_position_embedding.ipynb) · next: [30 RoPE in two dimensions](30_rope_2d.ipynb)
+#
+# Lesson 20 computes a position embedding for each image, also if the last image had the same
+# grid.
 #
 # ## The question
 #
@@ -589,5 +592,7 @@ print(f"charts, 600 images, 64 entries: LRU {hits(some, 64)} hits, at best {most
 # - Sizes of the workloads: COCO val2017, OpenCQA's charts, ICDAR-2019 SROIE and others. Sources
 #   and licences are in the repository's `data/README.md`.
 #
-# Previous: [20 position embedding](20_position_embedding.ipynb) · next: [30 RoPE in two
-# dimensions](30_rope_2d.ipynb)
+# **Next:** this position is added once, before the first block. Lesson 30 uses the position again
+# in every block.
+#
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [20 Position embedding](20_position_embedding.ipynb) · next: [30 RoPE in two dimensions](30_rope_2d.ipynb)

@@ -18,7 +18,10 @@
 # %% [markdown]
 # # RoPE in two dimensions
 #
-# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [40 packed attention](40_packed_attention.ipynb)
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [25 A cache of position embeddings](25_position_cache.ipynb) · next: [40 Packed attention](40_packed_attention.ipynb)
+#
+# The position embedding of lessons 20 and 25 is added once, before the first block. In every
+# block, attention uses the position again.
 #
 # ## The question
 #
@@ -689,5 +692,7 @@ check(
 #   [SGLang 0.5.23](https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/models/kimi_vl_moonvit.py),
 #   [vLLM 0.32](https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/moonvit.py).
 #
-# Previous: [25 position cache](25_position_cache.ipynb). Next:
-# [40 packed attention](40_packed_attention.ipynb).
+# **Next:** the turned queries and keys go into attention. Lesson 40 keeps the images of a batch
+# apart there.
+#
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [25 A cache of position embeddings](25_position_cache.ipynb) · next: [40 Packed attention](40_packed_attention.ipynb)

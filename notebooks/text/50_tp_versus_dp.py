@@ -18,7 +18,9 @@
 # %% [markdown]
 # # Tensor parallel or data parallel
 #
-# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [60 GPU syncs](60_gpu_syncs.ipynb)
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [40 Packed attention](40_packed_attention.ipynb) · next: [60 Host syncs](60_gpu_syncs.ipynb)
+#
+# Lessons 00 to 40 encode a batch in one process. This lesson uses several.
 #
 # ## The question
 #
@@ -747,5 +749,6 @@ check(
 # - Largest first is at most a third above the optimum: [Graham
 #   1969](https://doi.org/10.1137/0117039).
 #
-# Previous: [40 packed attention](40_packed_attention.ipynb) · next: [60 GPU
-# syncs](60_gpu_syncs.ipynb)
+# **Next:** a Python process drives each GPU. Lesson 60 finds out when it waits.
+#
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [40 Packed attention](40_packed_attention.ipynb) · next: [60 Host syncs](60_gpu_syncs.ipynb)

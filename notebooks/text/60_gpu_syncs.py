@@ -18,7 +18,9 @@
 # %% [markdown]
 # # Host syncs: when Python waits for the GPU
 #
-# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · next: [70 CUDA graphs](70_cuda_graphs.ipynb)
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [50 Tensor parallel or data parallel](50_tp_versus_dp.ipynb) · next: [70 CUDA graphs by token budget](70_cuda_graphs.ipynb)
+#
+# Lesson 50 gave each GPU a Python process. Here we look at one of them.
 #
 # ## The question
 #
@@ -715,5 +717,7 @@ check_function(
 #   15546](https://github.com/NVIDIA/TensorRT-LLM/pull/15546), [vLLM
 #   32799](https://github.com/vllm-project/vllm/pull/32799).
 #
-# Previous: [50 tensor against data parallel](50_tp_versus_dp.ipynb) · next: [70 CUDA
-# graphs](70_cuda_graphs.ipynb)
+# **Next:** without waits Python still starts every kernel alone. Lesson 70 starts all of them at
+# once.
+#
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [50 Tensor parallel or data parallel](50_tp_versus_dp.ipynb) · next: [70 CUDA graphs by token budget](70_cuda_graphs.ipynb)

@@ -18,7 +18,9 @@
 # %% [markdown]
 # # CUDA graphs by token budget
 #
-# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [60 GPU syncs](60_gpu_syncs.ipynb)
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [60 Host syncs](60_gpu_syncs.ipynb) · next: [90 Engines side by side](90_engines_side_by_side.md)
+#
+# Lesson 60 removed the waits. Python still starts each kernel of a forward alone.
 #
 # ## The question
 #
@@ -736,5 +738,6 @@ check_function(
 #   52115](https://github.com/vllm-project/vllm/issues/52115); budget arithmetic, [vllm
 #   38040](https://github.com/vllm-project/vllm/issues/38040).
 #
-# Previous: [60 GPU syncs](60_gpu_syncs.ipynb) · back to the [map of the
-# course](00_start_here.ipynb)
+# **Next:** a user waits for the whole server, not for the encoder alone.
+#
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [60 Host syncs](60_gpu_syncs.ipynb) · next: [90 Engines side by side](90_engines_side_by_side.md)

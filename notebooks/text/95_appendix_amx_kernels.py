@@ -18,7 +18,9 @@
 # %% [markdown]
 # # Appendix: kernels for a CPU's matrix unit
 #
-# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md)
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [90 Engines side by side](90_engines_side_by_side.md)
+#
+# Lesson 40 used attention kernels of others. This appendix writes one, and a product beside it.
 #
 # ## The question
 #
@@ -631,5 +633,7 @@ check("steps of a chunk", answer_5, best, hint="where do the unfinished sums wai
 # - [oneDNN](https://github.com/uxlfoundation/oneDNN): the library behind torch's products on
 #   CPUs.
 #
-# Previous: [70 CUDA graphs](70_cuda_graphs.ipynb) · back to the [map of the
-# course](00_start_here.ipynb)
+# **Next:** this is the last lesson. Choose one claim of the course and measure it on your own
+# machine.
+#
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [90 Engines side by side](90_engines_side_by_side.md)

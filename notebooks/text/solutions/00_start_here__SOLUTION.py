@@ -157,8 +157,8 @@ check("factor", answer_2, together["attention"].flops / apart["attention"].flops
 # %% [markdown]
 # ### 3. How many patches keep a GPU busy?
 #
-# $P$ weights are read in $P \cdot s / b$ seconds, and $L$ patches compute with them for $2PL / p$
-# seconds. The two are equal at $L = sp / 2b$.
+# The $DF$ weights of a linear map are read in $DFs / b$ seconds, and $L$ patches compute with
+# them for $2DFL / p$ seconds. The two are equal at $L = sp / 2b$.
 
 
 # %%
