@@ -205,11 +205,6 @@ def test_on_a_gpu_the_call_announces_a_write_to_data(edit):
     assert relative_error(runner(PIXELS, GRIDS), want) < 0.02 < relative_error(before[1], want)
 
 
-def test_a_rule_for_weights_that_is_unknown_is_refused():
-    with pytest.raises(ValueError, match="'never': one of checked, announced"):
-        encode(small_table_tower(options=EncoderOptions(weights="never")))
-
-
 # --- weights that a hook or a parametrisation computes ---------------------------------------------------------------
 
 

@@ -5,8 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimivl_lab import KimiVLConfig, KimiVLEncoder, build_merge_gather_idx, patch_merger, split_image_features
+from kimivl_lab import (
+    EncoderOptions,
+    KimiVLConfig,
+    KimiVLEncoder,
+    build_merge_gather_idx,
+    patch_merger,
+    split_image_features,
+)
 from kimivl_lab.geometry import as_grid_list, patch_counts
+from kimivl_lab.moonvit.layers import OPTION_NAMES
 from kimivl_lab.moonvit.merger import patch_merger_packed
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_encoder, tiny_tower
 
@@ -23,6 +31,18 @@ def tower():
 def encode(tower, pixels, grids):
     with torch.no_grad():
         return tower(pixels, grids)
+
+
+@pytest.mark.parametrize("switch", OPTION_NAMES)
+def test_an_option_that_no_device_knows_is_refused_before_any_forward(tower, switch):
+    for known in OPTION_NAMES[switch]:
+        assert getattr(tiny_tower(options=EncoderOptions(**{switch: known})).options, switch) == known
+    with pytest.raises(ValueError, match=f"unknown {switch} 'fastest': one of .*{OPTION_NAMES[switch][-1]}"):
+        tiny_tower(options=EncoderOptions(**{switch: "fastest"}))
+    before = tower.options
+    with pytest.raises(ValueError, match="'fastest'"):
+        tower.set_options(**{switch: "fastest"})
+    assert tower.options is before
 
 
 # --- output and independence of images -------------------------------------------------------------------------------
@@ -210,13 +230,6 @@ def test_grids_and_metadata_exclude_each_other(tower):
     for arguments in ({}, {"image_grid_hws": [(4, 6)], "encoder_metadata": tower.prepare_encoder_metadata([(4, 6)])}):
         with pytest.raises(ValueError, match="exactly one"):
             tower(pixels, **arguments)
-
-
-def test_unknown_attention_backend_lists_the_known(tower):
-    tower.set_options(attention="fast")
-    with pytest.raises(ValueError, match="'fast'.*sdpa"):
-        encode(tower, pixels_for([(4, 6)]), [(4, 6)])
-    tower.set_options(attention="auto")
 
 
 # --- the whole vision half -------------------------------------------------------------------------------------------

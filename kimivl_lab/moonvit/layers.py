@@ -37,6 +37,23 @@ from ..kernels.rotation import ROPE_IMPLEMENTATIONS, Rotation, resolve_rotation,
 from ..kernels.weight_state import WeightState
 from .attention import ATTENTION_BACKENDS, PackedAttention, resolve_attention
 from .metadata import EncoderMetadata
+from .position import POSITION_OPERATORS
+
+OPTION_NAMES = {
+    "attention": ("auto", *ATTENTION_BACKENDS),
+    "position": (*POSITION_OPERATORS, "cached"),
+    "rope": ("auto", *ROPE_IMPLEMENTATIONS),
+    "linear": ("auto", "plain", *PACKED_KERNELS),
+    "compute": ("auto", "weights", "float32"),
+    "weights": ("checked", "announced"),
+}
+
+
+def check_names(options: EncoderOptions) -> None:
+    """ValueError for a name that no device knows. Whether one runs on the tower's device shows at its first forward."""
+    for switch, known in OPTION_NAMES.items():
+        if (name := getattr(options, switch)) not in known:
+            raise ValueError(f"unknown {switch} {name!r:.200}: one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -57,14 +74,10 @@ class ResolvedOptions:
 
     @classmethod
     def resolve(cls, options: EncoderOptions, device: torch.device, dtype: torch.dtype) -> "ResolvedOptions":
-        """ValueError for an option that is unknown or cannot run here; "auto" never fails."""
+        """ValueError for an option that cannot run here; "auto" never fails."""
         rotate = resolve_rotation(options.rope, device, dtype)
         attend = resolve_attention(options.attention, device, dtype)
         linear = resolve_linear(options.linear, device, dtype)
-        if options.weights not in ("checked", "announced"):
-            raise ValueError(f"unknown weights rule {options.weights!r}: one of checked, announced")
-        if options.compute not in ("auto", "weights", "float32"):
-            raise ValueError(f"unknown compute {options.compute!r}: one of auto, weights, float32")
         if options.compile:
             return cls(rotate_real, attend, None, compiled=True)
         checked = options.weights == "checked"

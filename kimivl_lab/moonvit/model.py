@@ -21,7 +21,7 @@ from ..kernels.dispatch import is_untouched
 from ..kernels.memory import upload
 from ..kernels.packed_linear import RAISED, release_packed
 from .checkpoint import StrictPreTrainedModel
-from .layers import MoonVitEncoder, ResolvedOptions
+from .layers import MoonVitEncoder, ResolvedOptions, check_names
 from .merger import patch_merger_packed
 from .metadata import EncoderMetadata, prepare_encoder_metadata
 from .patch_embed import MoonVisionPatchEmbed
@@ -50,6 +50,7 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
         super().__init__(config)
         config.check()  # again, because an argument of `from_pretrained` may have changed it
         self.options = options or EncoderOptions()
+        check_names(self.options)
         self.patch_embed = MoonVisionPatchEmbed(config)
         self.patch_embed.pos_emb.cache.set_max_bytes(self.options.position_cache_bytes)
         self.patch_embed.pos_emb.cache.set_checked(self.options.weights != "announced")
@@ -69,13 +70,14 @@ class MoonVitPretrainedModel(StrictPreTrainedModel):
         return requested_attention
 
     def set_options(self, **changes: Any) -> None:
-        """Changes switches, by `EncoderOptions`' names. Frees what the new choice does not use.
+        """Changes switches, by `EncoderOptions`' names; ValueError for an unknown one. Frees what is not used any more.
 
         Packed copies of the weights go when `linear` is "plain" or `compile` is on; the position cache is emptied when
         `position` is not "cached", and cut to `position_cache_bytes` when that is among the changes. Graphs that were
         captured before keep their own; see `KimiVLEncoder.set_options` for those of an encoder.
         """
         options = replace(self.options, **changes)
+        check_names(options)
         if "position_cache_bytes" in changes:
             self.patch_embed.pos_emb.cache.set_max_bytes(options.position_cache_bytes)
         self.options = options
