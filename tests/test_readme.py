@@ -1,10 +1,12 @@
-"""README.md, CONTRIBUTING.md and data/README.md say what is so: tables, commands and code are read and checked."""
+"""README, CONTRIBUTING, CHANGELOG, CITATION and data/README say what is so: tables, commands and code are checked."""
 
+import json
 import re
 import shlex
 import shutil
 import socket
 import statistics
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import PIL.Image
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from PIL import Image
 
 from kimivl_lab import image_geometry
@@ -30,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 DATA_README = (ROOT / "data" / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = dict(re.findall(r"^([.a-z-]+):.*## (.*)$", MAKEFILE, re.MULTILINE))
 
@@ -141,7 +146,9 @@ def test_the_command_lines_are_understood():
             assert (ROOT / path).exists()
 
 
-@pytest.mark.parametrize(("text", "folder"), [(README, ROOT), (CONTRIBUTING, ROOT), (DATA_README, ROOT / "data")])
+@pytest.mark.parametrize(
+    ("text", "folder"), [(README, ROOT), (CONTRIBUTING, ROOT), (CHANGELOG, ROOT), (DATA_README, ROOT / "data")]
+)
 def test_links_lead_somewhere(text, folder):
     for target in re.findall(r"\]\((?!https?:|#)([^)]+)\)", text):
         assert (folder / target).exists(), target
@@ -198,3 +205,37 @@ def image_geometry_or_none(width, height):
 def test_the_ledger_lists_every_record():
     listed = [row[0].strip("`") for row in table(DATA_README + "\n", "record")]
     assert listed == sorted(path.stem for path in (ROOT / "data" / "measurements").glob("*.csv"))
+
+
+def test_the_ledger_has_the_commands_and_commits_of_the_records():
+    for name, command, commit in table(DATA_README + "\n", "record"):
+        origin = json.loads((ROOT / "data" / "measurements" / f"{name.strip('`')}.json").read_text())
+        assert (command.strip("`").strip(), commit) == (origin["command"].strip(), origin["commit"][:10]), name
+
+
+def test_recipes_name_files_and_lists_that_are_there():
+    recipes = CONTRIBUTING.split("## How to add something")[1].split("\n## ")[0]
+    starts = re.findall(r"^\*\*(.+?)\.\*\*", recipes, re.MULTILINE)
+    assert len(starts) == 5 == len(re.findall(r"Tests:\s", recipes))
+    named = [path for path in re.findall(r"`([\w/.-]+)`", recipes) if "/" in path and "NN_" not in path]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    sources = "".join(
+        (ROOT / path).read_text() for path in named if path.startswith("kimivl_lab") and path[-3:] == ".py"
+    )
+    for name in re.findall(r"`([A-Z_]{4,}|[a-z]+_unavailable)`", recipes):
+        assert re.search(rf"^(?:def )?{name}\b", sources, re.MULTILINE), name
+
+
+def test_the_changelog_is_by_date_and_its_records_are_kept():
+    dates = re.findall(r"^## (\d{4}-\d\d-\d\d)$", CHANGELOG, re.MULTILINE)
+    assert dates == sorted(set(dates), reverse=True) and len(dates) == CHANGELOG.count("\n## ")
+    assert CHANGELOG.count("**Did not pay, or was wrong**") == len(dates), "negative results stay"
+    for record in set(re.findall(r"`(\w+__)\*`", CHANGELOG)):
+        assert list((ROOT / "data" / "measurements").glob(f"{record}*.csv")), record
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0" and citation["message"] and citation["title"] and citation["authors"]
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert PROJECT["version"] in CHANGELOG
