@@ -83,10 +83,10 @@ _ = torch.set_grad_enabled(False), torch.manual_seed(0)
 # continues at once. So the [host](GLOSSARY.md#host-and-device) runs ahead of the device, and the
 # device always finds the next kernel in the queue. This distance is the host's **lead**.
 #
-# The lead ends when Python needs a number that the device has not computed yet: for an `if`, for
-# a length, for a loop. Python must then wait until every kernel in the queue is done and the
-# number has come back. This is a **host sync**, short [sync](GLOSSARY.md#sync). When Python
-# continues, the queue is empty.
+# The lead ends when Python needs a number that the device has not computed yet: for an `if`, a
+# length, a loop. Python must then wait until every kernel in the queue is done and the number has
+# come back. This is a **host sync**, or [sync](GLOSSARY.md#sync); the course also says **wait**.
+# When Python continues, the queue is empty.
 #
 # Which lines wait is a property of the code, so it can be counted without a GPU. Inside
 # `PretendDevice`, torch has a CUDA device whose tensors lie in host memory. `WaitOrder` (in
@@ -107,15 +107,15 @@ print(f"{order.launches} launches, waits after {order.waits}")
 #
 # ## Predict: what does one wait cost?
 #
-# The price depends on three times. In this example the host needs $t_{launch} = 8$ µs for one
-# launch, and the device needs $t_{kernel} = 20$ µs for one kernel. The **way back**,
-# $t_{back} = 25$ µs, is the time from the end of the last kernel until Python continues.
+# The price depends on three times. Here the host needs $\tau = 8$ µs for one launch, and the
+# device needs $t_{kernel} = 20$ µs for one kernel. The **way back**, $t_{back} = 25$ µs, is the
+# time from the end of the last kernel until Python continues.
 #
 # Without waits, the first kernel ends after $8 + 20 = 28$ µs. Then the device, the slower side,
 # sets the pace: 20 µs for each kernel. Twelve kernels take $28 + 11 \cdot 20 = 248$ µs.
 #
-# With a wait, the device idles for $t_{back}$, since nothing is in the queue. Then it idles for
-# one more launch. So a wait costs $25 + 8 = 33$ µs here, and two waits give $248 + 66 = 314$ µs.
+# At a wait the queue is empty: the device idles for $t_{back}$, and then for one more launch. So
+# a wait costs $25 + 8 = 33$ µs here, and two waits give $248 + 66 = 314$ µs.
 #
 # With kernels of 4 µs the host sets the pace: without waits it launches all the time. At a wait
 # it stands still until the running kernel is done, 4 µs, and for $t_{back}$: $4 + 25 = 29$ µs for
@@ -136,12 +136,12 @@ hint = "the way back, plus the side that is shorter: its work no longer overlaps
 check_function("price of a wait", wait_price, expected, hint=hint)
 
 # %% [markdown]
-# The whole formula:
+# The whole formula, for $\ell$ launches:
 #
-# $$t = \underbrace{t_{launch} + t_{kernel} + (\text{launches} - 1)\max(t_{launch}, t_{kernel})}_{\text{without waits}} + \text{waits} \cdot \underbrace{\left(t_{back} + \min(t_{launch}, t_{kernel})\right)}_{\text{price of one wait}}$$
+# $$t = \underbrace{\tau + t_{kernel} + (\ell - 1)\max(\tau, t_{kernel})}_{\text{without waits}} + \text{waits} \cdot \underbrace{\left(t_{back} + \min(\tau, t_{kernel})\right)}_{\text{price of one wait}}$$
 #
-# The price does not depend on where between the launches the wait stands. `simulate` plays the 12
-# launches that were counted above.
+# It does not matter where between the launches a wait stands. `simulate` plays the 12 launches
+# that were counted above.
 
 # %%
 panels = {}
@@ -158,15 +158,13 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* a grey line leads from a launch to its kernel. Above, the host is done long
-# before the device: this is its lead. In the middle each wait leaves the same gap on the device,
-# and the lead is lost. Below, the kernels are so short that the device is mostly idle between the
-# waits too.
+# before the device: this is its lead. In the middle each wait leaves the same gap on the device.
+# Below, the kernels are so short that the device is mostly idle between the waits too.
 #
 # ## Build: find the waits
 #
 # Here is a small encoder, all of it on the device. It drops blank patches and returns the mean
-# feature of each image. (No image is blank altogether.) Its result is right, and lines like these
-# stand in real code.
+# feature of each image. (No image is blank altogether.) Its result is right.
 
 
 # %%
@@ -191,7 +189,7 @@ def mean_features(patches, weight, grid_hws):
 waits_guess = guess("waits of mean_features", None, unit="waits")
 
 # %%
-grids = [(4, 6), (10, 4), (2, 2)]
+grids = [(4, 6), (10, 4), (2, 2)]  # small images; the photographs give the same counts
 patches, weight = torch.randn(68, 588), torch.randn(588, 16)
 patches[5:9] = 0  # blank
 inputs = on_device([patches, weight, torch.tensor(grids)], pretended=True)
@@ -203,9 +201,9 @@ compare(Comparison(waits_guess, measured=counter.total))
 # %% [markdown]
 # Nine waits on five lines. Two of them are easy to see: the `if` and `tolist`.
 # `torch.tensor(..., device=...)` waits for its copy. The other six belong to results whose
-# **size** only the device knows: how many lines a mask selects, or a repeat makes. torch must
-# know it before it allocates the result. (Repeat and bincount have a second wait: torch checks
-# that no number is negative.)
+# **size** is known only on the device: how many lines a mask selects, or a repeat makes. torch
+# needs it to allocate the result. (Repeat and bincount have a second wait: torch checks that no
+# number is negative.)
 #
 # **Your code.** Start with the line that makes `owner`. `counts` lie on the device. Their sum,
 # `total`, is known on the host, since the host built the batch. Repeat the number 0 `counts[0]`
@@ -325,7 +323,7 @@ compare(Comparison(tower_guess, predicted=27 + 3, measured=forwards["per_layer"]
 #
 # ### The race that can replace a wait
 #
-# What the host knows must still reach the device. There are three kinds of copy:
+# The grids that the host keeps must still reach the device. There are three kinds of copy:
 #
 # - An ordinary one, `x.to("cuda")`: the host waits until the copy is done.
 # - `non_blocking=True` from [pinned memory](GLOSSARY.md#pinned-memory): the copy joins the queue.
@@ -496,9 +494,9 @@ plt.show()
 # ### On your machine, in slow motion
 #
 # A thread can play the device: it takes submitted work in order. With launches of 0.4 ms and
-# kernels of 1 ms, Python itself can time each event. `slow_motion` runs 0, 2 and 5 waits in a
-# random order, seven times each. $t_{launch}$ and $t_{kernel}$ come from the runs without waits,
-# $t_{back}$ from empty round trips.
+# kernels of 1 ms Python can time each event. `slow_motion` runs 0, 2 and 5 waits in a random
+# order, seven times each. $\tau$ and $t_{kernel}$ come from the runs without waits, $t_{back}$
+# from empty round trips.
 
 # %% tags=["nbval-ignore-output"]
 slow = host_syncs.slow_motion()
@@ -510,7 +508,7 @@ fig, axes = syncs.timelines(shown, axis="time, ms", title=title, subtitle=subtit
 plt.show()
 
 # %% [markdown]
-# *How to read it:* as in the first picture, but each span was measured. Each gap on the device is
+# *How to read it:* as in the first figure, but each span was measured. Each gap on the device is
 # one launch and a short way back.
 
 # %% [markdown]

@@ -141,7 +141,7 @@ compare(Comparison(h100_guess, limits[0]), Comparison(rtx_guess, limits[1]))
 # padding makes them slower. The faster the GPU, the larger the images that gain. If launches take
 # 21 µs on your server, the last column holds. The limit is for all patches of a call together.
 #
-# The picture shows one block on an H100. Each kernel has an equal share of the FLOPs.
+# The figure shows one block on an H100. Each kernel has an equal share of the FLOPs.
 
 # %%
 lanes = lesson.block_timeline((400, 4096), SUSTAINED * find_gpu("H100").flops_per_s * LAUNCH_S)
@@ -157,7 +157,10 @@ plt.show()
 #
 # ## Build: a graph by hand
 #
-# [Capture](GLOSSARY.md#capture): run the forward once and remember each operator, its arguments and its result. [Replay](GLOSSARY.md#replay): run the same operators on the same arguments again, without the model. A CUDA graph does this with kernels. This class does it with operators:
+# [Capture](GLOSSARY.md#capture): run the forward once and keep a list of its operators, with
+# their arguments and results. [Replay](GLOSSARY.md#replay): run the same operators on the same
+# arguments again, without the model. A CUDA graph does this with kernels. This class does it with
+# operators:
 
 # %%
 print(inspect.getsource(NaiveGraph))
@@ -198,8 +201,8 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* the values for both images are copied to the front of the static inputs. The
-# program reads all 64 rows and writes 16 tokens. The first 10 are copied into a new tensor. All
-# graphs of a runner share these inputs and one pool of memory, sized by the largest graph.
+# program reads all 64 patches and writes 16 tokens. The first 10 are copied into a new tensor.
+# All graphs of a runner share these inputs and one pool of memory, sized by the largest graph.
 #
 # The program is a list of operators. Inputs appear by name, such as `cu_seqlens` in the line of
 # attention:
@@ -210,7 +213,7 @@ here = next(number for number, line in enumerate(listing) if "cu_seqlens" in lin
 print("...", *listing[here - 1 : here + 2], "...", sep="\n")
 
 # %% [markdown]
-# **The padding needs segments.** Attention writes only rows that lie in a segment of
+# **The padding needs segments.** Attention writes only patches that lie in a segment of
 # [cu_seqlens](GLOSSARY.md#cu_seqlens). So the padding is put into segments that hold no image,
 # and no image looks at it. A graph for 3 images has 4 slots. The free slots share the padding
 # evenly: 16 and 24 patches leave 64 - 40 = 24, and two free slots get 12 each: 0, 16, 40, 52, 64.
@@ -220,7 +223,7 @@ print("...", *listing[here - 1 : here + 2], "...", sep="\n")
 
 
 # %%
-def offsets_in_graph(lengths, slots, rows):
+def offsets_in_graph(lengths, slots, patches):
     return ...
 
 
@@ -229,15 +232,14 @@ check_function(
     "offsets",
     offsets_in_graph,
     {one: lesson.graph_offsets(*one) for one in batches},
-    hint="first the images, then equal steps up to rows; there are slots + 1 offsets",
+    hint="first the images, then equal steps up to patches; there are slots + 1 offsets",
 )
 
 # %% [markdown]
 # ## Check equality: five faults
 #
-# Now the naive graph meets five situations that serving engines have met, and the library's
-# runner, `EncoderCudaGraphRunner`, meets the same. Eager is right by definition. Run these cells
-# in any order.
+# Now the naive graph and the library's `EncoderCudaGraphRunner` meet five situations that serving
+# engines have met. Eager is right by definition.
 #
 # **Your guess.** Which of the five naive faults raise an error: all, some or none?
 
@@ -247,8 +249,7 @@ error_guess = guess("faults that raise an error", None, choices=("all", "some", 
 # %% [markdown]
 # ### Fault 1: the host reads a value during the capture
 #
-# Somebody left a check for NaN in the model. The branch that Python takes at the capture is
-# frozen.
+# The model holds a check for NaN. The branch that Python takes at the capture is frozen.
 
 
 # %%
@@ -370,11 +371,19 @@ print("none of the five naive faults raised an error; your guess:", error_guess.
 #
 # ## Measure: this machine, and the record
 #
-# **On a CPU** nothing computes while Python runs. So the time is the *sum* of the host's time and
-# the work, and a replay saves only Python's part. The tower is narrow (72 features, 6 blocks), so
-# that Python matters. The smallest image gives the host's time $t_\text{host}$; larger ones are
-# predicted as $t_\text{host} + \text{FLOPs}/p$. Whole calls are timed, copies included
-# (`time_calls` in `kimivl_lab/lessons/cuda_graphs.py`).
+# **On a CPU** nothing computes while Python runs. So a call takes the *sum* of two times:
+# Python's time $t_\text{host}$, the same for every image, and the time of the arithmetic,
+# $\text{FLOPs}/p$, which grows with the image. A replay makes the first shorter. It makes the
+# second longer, because it computes padding too.
+#
+# **By hand:** let Python take 0.8 ms for an eager call and 0.3 ms for a replay, and the
+# arithmetic 0.02 ms a token. A replay saves 0.5 ms, and each padded token costs 0.02 ms. So it
+# wins while fewer than $0.5 / 0.02 = 25$ tokens are padding: in a budget of 64 an image of 40
+# tokens gains, and one of 35 does not.
+#
+# The tower here is narrow (72 features, 6 blocks), so that Python matters. The smallest image
+# gives $t_\text{host}$. Whole calls are timed, copies included (`time_calls` in
+# `kimivl_lab/lessons/cuda_graphs.py`).
 #
 # **Your guess.** How many times as fast as eager is a replay of an image of 1 token?
 
@@ -395,11 +404,11 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* each step is a budget, full at its right end and padded left of it. Hatched: a
-# graph costs more than eager. A right end below eager says that the graph saves more of Python's
-# time than the runner's copies cost.
+# graph costs more than eager. The measured line rises faster than the dotted one: narrow products
+# do not reach $p$, the speed of a large product.
 #
 # **The record** has a wider tower, and budgets that are full, three quarters full and half full.
-# If only rows mattered, a half-full budget would take twice the time of eager.
+# If only arithmetic mattered, a half-full budget would take twice the time of eager.
 
 # %%
 from kimivl_lab.measure.records import find_record, read_record
@@ -414,10 +423,9 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* left, below 1 the graph is faster. Full budgets gain little on a CPU, and
-# padding soon costs more. Half-full budgets approach twice the time. When this record was made,
-# the padding of a replay was one segment; today it is cut into several, which costs attention
-# less. Right, the time of one capture divided by what one full replay saves. Where the spreads of
-# eager and replay overlap, no saving is known.
+# padding soon costs more. Half-full budgets approach twice the time. (The record is older than
+# the cut of the padding into several segments.) Right, the time of one capture divided by what
+# one full replay saves. Where the spreads of eager and replay overlap, no saving is known.
 #
 # ## Budgets: rows, and the price of a replay
 #
@@ -426,10 +434,11 @@ plt.show()
 # section is about vLLM and this library.
 #
 # A replay computes all **rows** of its budget; a row is one merged token.
-# [Waste](GLOSSARY.md#waste) is rows computed over real rows. **By hand:** images of 300 and 500
-# tokens, one a call, in budgets 256 and 512: 1,024 rows for 800 real ones, 1.28. Powers of two
-# are bad for large images that come alone: the processor shrinks them to 1,024 tokens *before* it
-# pads (notebook [10](10_images_to_patches.ipynb)), so they have a few more.
+# [Waste](GLOSSARY.md#waste) is rows computed over real rows. **By hand:** china, coffee and
+# chelsea have 368, 330 and 187 tokens. One a call, in budgets of 256 and 512, they take
+# $512 + 512 + 256 = 1{,}280$ rows for 885 real ones, 1.45. Powers of two are bad for large images
+# that come alone: the processor shrinks them to 1,024 tokens *before* it pads (notebook
+# [10](10_images_to_patches.ipynb)), so they have a few more.
 #
 # **Your guess.** The waste of receipt scans, one a call, in powers of two?
 
@@ -456,7 +465,7 @@ plt.show()
 # **Rows are not the whole price.** Each of the $\ell$ kernels of a replay takes about 3 µs even
 # for a tiny image (an assumption). On an H100 this is $355 \cdot 3$ µs = 1.07 ms, in which it
 # could compute 188 rows. So a replay costs its rows and 188 more. An image without a graph costs
-# its rows and 376: each launch takes twice as long. For thumbnails this decides.
+# its rows and 376: each launch takes twice as long.
 #
 # **Your code.** Predicted time of a call, in rows. `budgets` lists one budget for each replay,
 # `eager` the tokens of each image without a graph.
@@ -511,9 +520,9 @@ plt.show()
 # end is the budget. The greedy rules decide at each image without knowing the next one.
 #
 # **For your own server.** The planner knows Kimi-VL's sizes only, and counts with vLLM's rule and
-# graphs. (vLLM captures 5 equal grids here, one line of at most 256 tokens each, so only
-# multiples of 5 are not rounded up.) On the command line:
-# `kimivl-lab plan --sizes my_sizes.csv --images-per-call 1,2,4`.
+# graphs. (vLLM captures 5 equal images here, so it rounds a budget up to a multiple of 5.) On the
+# command line: `kimivl-lab plan --sizes my_sizes.csv --images-per-call 1,2,4`; `--rates` takes
+# records of your GPU instead of the assumptions.
 
 # %%
 from kimivl_lab.planner.vllm import vllm_flag
@@ -529,9 +538,9 @@ print(vllm_flag(served.budgets, served.max_images))
 #
 # ## Evidence: what others measured
 #
-# Developers published times of their own servers, here one row a benchmark. The rule predicts a
-# range, for launches of 6 to 21 µs. Most numbers are of a whole server, so only the direction is
-# compared. Many rows do not name GPU, encoder and patches.
+# Developers published times of their servers, one row a benchmark. The rule predicts a range, for
+# launches of 6 to 21 µs. Most numbers are of a whole server, so only the direction is compared.
+# Many rows do not name GPU, encoder and patches.
 
 # %%
 from kimivl_lab.measure.published import graph_cases, not_predictable
@@ -548,17 +557,15 @@ print(lesson.published_table())
 # gain, where 2 % were published (counted as none). In the misses 3 % and 6 % were published. So
 # small gains beyond the limit exist.
 #
-# Of the ten that the rule cannot predict, five are faster with graphs and five slower. Four of
-# the slower ones are Step3-VL, at first with one image a replay, then with eager for several.
-# Kimi-VL's TTFT fell by 22 ms on an RTX 4090. Its eager path also read a value back in every
-# block; 27 at 45 µs are only 1.2 ms, and the rest is not explained here. The controls show
-# padding: 64 tokens in a graph of 4,096 take 9 to 13 times as long, 176 in 256 up to 11 % longer.
-# Where no graph fits, every image runs eager, and only noise changes.
+# Of the ten that the rule cannot predict, five are faster with graphs and five slower; four of
+# the slower ones are Step3-VL. Kimi-VL's TTFT fell by 22 ms on an RTX 4090. Its eager path also
+# read a value back in every block; 27 at 45 µs are only 1.2 ms, and the rest is not explained
+# here. The controls show padding: 64 tokens in a graph of 4,096 take 9 to 13 times as long, 176
+# in 256 up to 11 % longer.
 #
 # ## Appendix: the names in vLLM
 #
-# vLLM keeps graphs out of its models: a manager calls the model through a protocol.
-# `KimiVLEncoder` has the same methods, so both can be read side by side:
+# In vLLM a manager calls the model through a protocol. `KimiVLEncoder` has the same methods:
 # [protocol](https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/interfaces.py),
 # [Kimi-VL](https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/kimi_vl.py),
 # [manager](https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/encoder_cudagraph.py).
@@ -570,11 +577,6 @@ print(lesson.published_table())
 # | padding | in segments without an image | in no segment |
 # | without a graph | if too large, or above `max_waste` | if too large |
 #
-# Its methods are `get_encoder_cudagraph_config` (names of the inputs), `.._budget_range`,
-# `.._item_specs` (size of each image), `select_encoder_cudagraph_items`,
-# `prepare_encoder_cudagraph_capture_inputs`, `.._replay_buffers` (values),
-# `encoder_cudagraph_forward` and `encoder_eager_forward`.
-#
 # ## What to remember
 #
 # - A graph can win only while FLOPs $< \ell \cdot p\tau$: on faster devices, larger images gain.
@@ -583,8 +585,6 @@ print(lesson.published_table())
 #   equal totals, with the first result still in hand. None of the five faults raises an error.
 # - Choose budgets by predicted time: rows, and a price for each replay. Powers of two are bad for
 #   images near the processor's limit that come alone.
-# - A plan without graphs wastes nothing. Read the share of images without a graph beside every
-#   waste.
 
 # %% tags=["result"]
 receipts = plans["receipt scans"]
@@ -605,7 +605,8 @@ print(f"{limits[1]:,} patches a call on an RTX 4090 and {limits[0]:,} on an H100
 # | images in a replay | `encoder_cudagraph_max_vision_items_per_batch` | none | largest budget / smallest, at most the smallest |
 # | largest default budget | `--max-num-batched-tokens` | none | depends on the GPU: 8,192 on H100, 2,048 on A100, L40S, RTX 4090 |
 #
-# Merge these keys into your own `--compilation-config`.
+# Merge these keys into your own `--compilation-config`. In this library:
+# `encoder.set_graphs(budgets=[256, 512], max_images=8)`.
 #
 # **Check on your server.** Time the encoder with graphs on and off, with your sizes:
 #

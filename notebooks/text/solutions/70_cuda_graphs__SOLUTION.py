@@ -97,12 +97,12 @@ compare(
 
 
 # %%
-def offsets_in_graph(lengths, slots, rows):
+def offsets_in_graph(lengths, slots, patches):
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
     free = slots - len(lengths)
-    step = (rows - offsets[-1]) // free
+    step = (patches - offsets[-1]) // free
     return offsets + [offsets[-1] + step * slot for slot in range(1, free + 1)]
 
 
