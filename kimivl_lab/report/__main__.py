@@ -19,6 +19,7 @@ from .contents import contents
 from .execution import execute, fingerprint, saved_execution
 from .ladder import ladder_picture
 from .page import Card, Page, notebook_page, text_page, write_pages
+from .results import results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = any(page.card and page.card.execution and page.card.execution.error for page in pages)
     pages += [text_page(path, names, arguments.out) for path in texts]
     pages += [notebook_page(path, nbformat.read(path, as_version=4), names, arguments.out) for path in solutions]
-    index = write_pages(pages, ladder_picture(), arguments.out)
+    index = write_pages(pages, ladder_picture(), results(), arguments.out)
     console.print(f"report: {index}", soft_wrap=True)
     return 1 if failed else 0
 

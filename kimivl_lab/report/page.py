@@ -22,9 +22,11 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell, new_notebook
 from pygments.formatters.html import HtmlFormatter
 
+from ..bench.gpu_claims import NOISE
 from ..measure.provenance import provenance
 from .contents import Contents, Heading, anchored, pictures, slug
 from .execution import Execution
+from .results import Result
 
 _FOLDER = Path(__file__).parent
 _TEMPLATES = jinja2.Environment(
@@ -112,8 +114,8 @@ def text_page(path: Path, names: Mapping[Path, str], folder: Path) -> Page:
     return notebook_page(path, notebook, names, folder)
 
 
-def write_pages(pages: Sequence[Page], front: Picture | None, folder: Path) -> Path:
-    """Writes every page and `index.html`, which shows the front picture and the cards; the path of the index.
+def write_pages(pages: Sequence[Page], front: Picture | None, lines: Sequence[Result], folder: Path) -> Path:
+    """Writes every page and `index.html`, which shows the front picture, the results and the cards; its path.
 
     Args:
         front: None leaves its place to the first notebook's headline picture.
@@ -121,7 +123,9 @@ def write_pages(pages: Sequence[Page], front: Picture | None, folder: Path) -> P
     for page in pages:
         _write(folder / f"{page.name}.html", "notebook.html.j2", page=page, pages=pages)
     cards = [page.card for page in pages if page.card]
-    return _write(folder / "index.html", "index.html.j2", cards=cards, pages=pages, front=front, origin=provenance())
+    by_number = {card.name[:2]: card.name for card in cards}
+    values = {"cards": cards, "pages": pages, "front": front, "lines": lines, "by_number": by_number}
+    return _write(folder / "index.html", "index.html.j2", origin=provenance(), noise=NOISE, **values)
 
 
 def with_mathml(markdown: str) -> str:
