@@ -6,17 +6,13 @@ INSTALLED := $(VENV)/.installed
 ENGINE := .engine-venv
 # gpu_suite runs the others on a GPU
 BENCHES = $(filter-out gpu_suite,$(patsubst kimivl_lab/bench/%.py,%,$(shell grep -l __main__ kimivl_lab/bench/*.py)))
-TEXTS = $(sort $(wildcard notebooks/text/*.py notebooks/text/solutions/*.py))
-NOTEBOOKS = $(TEXTS:notebooks/text/%.py=notebooks/%.ipynb)
 PAGE := notebooks/90_engines_side_by_side.md
 NBVAL := -p no:randomly --nbval --nbval-current-env --nbval-sanitize-with=tests/nbval_sanitize.cfg --nbval-cell-timeout=300
 
-EXECUTE := --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
-  --ExecutePreprocessor.extra_arguments=--IPKernelApp.log_level=40 \
-  --ExecutePreprocessor.kernel_manager_class=kimivl_lab.report.kernel.OwnKernelManager
+ONLY = *
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv run report test test-long engine-venv test-engine lint lab bench notebooks clean $(BENCHES:%=bench-%) $(NOTEBOOKS)
+.PHONY: help .venv run report test test-long engine-venv test-engine lint lab bench refresh notebooks clean $(BENCHES:%=bench-%)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[-.a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -76,11 +72,11 @@ bench: $(BENCHES:%=bench-%) ## run every benchmark at its quick size, records in
 $(BENCHES:%=bench-%): bench-%: .venv
 	$(PY) -m kimivl_lab.bench.$* --quick
 
-notebooks: $(NOTEBOOKS) data/figures/front.png $(PAGE) ## rebuild every .ipynb from notebooks/text and execute it in place
+refresh: .venv data/figures/front.png ## execute the notebooks and say what their outputs would change (ONLY='10_*')
+	$(PY) -m kimivl_lab.report.refresh --only '$(ONLY)'
 
-$(NOTEBOOKS): notebooks/%.ipynb: notebooks/text/%.py .venv
-	$(PY) -m jupytext --quiet --update --update-metadata '{"jupytext": null}' --to ipynb --output $@ $<
-	$(PY) -m nbconvert $(EXECUTE) $@
+notebooks: .venv data/figures/front.png $(PAGE) ## the same, and write the new outputs into notebooks/
+	$(PY) -m kimivl_lab.report.refresh --only '$(ONLY)' --accept
 
 data/figures/front.png: $(wildcard data/measurements/ladder__*.csv) | $(INSTALLED)
 	$(PY) -m kimivl_lab.report.ladder $@

@@ -101,10 +101,8 @@ def test_no_machine_path_is_saved(path):
 
 
 @each_notebook
-def test_cells_are_short(path):
-    lines = [len(cell.source.splitlines()) for cell in code_cells(path)]
-    assert max(lines) <= 25
-    assert statistics.median(lines) <= 8
+def test_half_of_the_code_cells_have_at_most_8_lines(path):
+    assert statistics.median(len(cell.source.splitlines()) for cell in code_cells(path)) <= 8
 
 
 @each_notebook
@@ -160,14 +158,6 @@ def test_every_picture_is_followed_by_a_sentence_of_reading(path):
     for cell, following in zip(cells, [*cells[1:], None], strict=True):
         if any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])):
             assert following is not None and following.cell_type == "markdown", cell.source
-
-
-@each_notebook
-def test_links_to_files_of_the_project_lead_somewhere(path):
-    for cell in read(path).cells:
-        if cell.cell_type == "markdown":
-            for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", cell.source):
-                assert (path.parent / target).exists(), target
 
 
 # --- the form of a lesson --------------------------------------------------------------------------------------------
@@ -322,18 +312,6 @@ def test_nbval_as_make_test_calls_it_compares_text_and_figures_but_not_their_pix
     assert len(verdicts) == 7 and {cell for cell, verdict in verdicts.items() if verdict == "FAILED"} == failed, (
         done.stdout
     )
-
-
-def test_make_notebooks_executes_with_this_interpreter_and_inline_figures(tmp_path, foreign_environment):
-    path = tmp_path / "one.ipynb"
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    cells = [new_code_cell("import sys\nprint(sys.executable)"), new_code_cell(FIGURE)]
-    nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)
-    command = [sys.executable, "-m", "nbconvert", *makefile("EXECUTE"), str(path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    executable, figure = (cell.outputs[0] for cell in code_cells(path))
-    assert executable.text.strip() == sys.executable
-    assert "image/png" in figure.data
 
 
 def test_another_environment_is_what_jupyter_would_take(foreign_environment):

@@ -146,14 +146,6 @@ def test_the_command_lines_are_understood():
             assert (ROOT / path).exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "folder"), [(README, ROOT), (CONTRIBUTING, ROOT), (CHANGELOG, ROOT), (DATA_README, ROOT / "data")]
-)
-def test_links_lead_somewhere(text, folder):
-    for target in re.findall(r"\]\((?!https?:|#)([^)]+)\)", text):
-        assert (folder / target).exists(), target
-
-
 def test_the_layout_is_the_repositorys():
     (layout,) = blocks("text")
     for line in layout.splitlines():

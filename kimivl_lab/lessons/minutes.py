@@ -1,8 +1,10 @@
-"""How long a notebook takes a person: 150 words or 8 lines of code a minute, and 8 minutes an exercise.
+"""How long a notebook takes: a person, and the machine that executed it.
 
+A person: 150 words or 8 lines of code a minute, and 8 minutes an exercise. The machine: `kimivl_lab.report.refresh`
+writes the seconds of each execution into the notebook, and `minutes_cpu` of its text must agree with them.
 `python -m kimivl_lab.lessons.minutes` prints the README's table of notebooks.
 
-Test: tests/test_readme.py, tests/test_workshop.py.
+Test: tests/test_readme.py, tests/test_workshop.py, tests/test_refresh.py.
 """
 
 import re
@@ -19,6 +21,7 @@ MINUTES_AN_EXERCISE = 8
 ROUNDED_TO = 5  # minutes
 MINUTES_A_BLANK = 5  # in a group: code or an answer in the middle of a lesson
 MINUTES_A_GUESS = 1
+MACHINE_NOISE = 1.25  # the same notebook took up to so many times as long on another day
 _EXERCISE = re.compile(r"^### \d+\.", re.MULTILINE)
 _HEADING = re.compile(r"#{2,3} (.*)")
 _NUMBERED = re.compile(r"\d+\. ")  # the heading of an exercise
@@ -57,6 +60,15 @@ def part_minutes(notebook: Path) -> dict[str, float]:
                     parts[heading] = MINUTES_AN_EXERCISE if _NUMBERED.match(heading) else 0
                 parts[heading] += len(line.split()) / WORDS_A_MINUTE
     return parts
+
+
+def machine_minutes(seconds: float) -> range:
+    """The whole minutes that a notebook of `seconds` may claim: rounded up, for all times that noise would make of it.
+
+    50 s give range(1, 3): 40 s to 62.5 s are 1 or 2 minutes.
+    """
+    least, most = (-int(-one // 60) for one in (seconds / MACHINE_NOISE, seconds * MACHINE_NOISE))
+    return range(max(1, least), max(1, most) + 1)
 
 
 def table_rows() -> list[list[str]]:

@@ -1,8 +1,9 @@
 """Executing a notebook on this machine, once for each state of its sources.
 
-Test: tests/test_report.py.
+Test: tests/test_report.py, tests/test_refresh.py.
 """
 
+import copy
 import datetime
 import hashlib
 import json
@@ -24,6 +25,7 @@ from ..datasets import repository_root
 from ..measure.provenance import device_name, versions
 from .kernel import BACKEND, OwnKernelManager
 
+RUN = "kimivl_lab_run"  # the key in a saved notebook's metadata: what was executed, when, where, how long
 _STATE = "kimivl_lab_execution"  # the key in the executed notebook's metadata
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -55,13 +57,35 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def execute(path: Path, key: str, *, timeout: int, on_cell: Callable[[int], object]) -> tuple[NotebookNode, Execution]:
-    """Runs a copy of the notebook in a fresh kernel, in the notebook's folder, until its end or its first error.
+def code_hash(notebook: NotebookNode) -> str:
+    """A hash of the code cells, which tells whether saved outputs belong to the code that stands above them."""
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest()[:16]
+
+
+def as_saved(notebook: NotebookNode, execution: Execution) -> NotebookNode:
+    """A copy of an executed notebook as it is kept in the repository, with its run in its metadata."""
+    saved = copy.deepcopy(notebook)
+    saved.metadata.pop(_STATE, None)
+    saved.metadata[RUN] = {
+        "code": code_hash(saved),
+        "date": execution.date,
+        "device": device_name(),
+        "seconds": execution.seconds,
+    }
+    return saved
+
+
+def execute(
+    path: Path, key: str, *, timeout: int, on_cell: Callable[[int], object], folder: Path | None = None
+) -> tuple[NotebookNode, Execution]:
+    """Runs a copy of the notebook in a fresh kernel until its end or its first error.
 
     Args:
         key: its fingerprint.
         timeout: seconds a cell.
         on_cell: called with each cell's index before it runs.
+        folder: where the kernel runs; None is the notebook's folder.
     """
     notebook = nbformat.read(path, as_version=4)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -77,7 +101,7 @@ def execute(path: Path, key: str, *, timeout: int, on_cell: Callable[[int], obje
         timeout=timeout,
         kernel_manager_class=OwnKernelManager,
         record_timing=False,
-        resources={"metadata": {"path": str(path.parent)}},
+        resources={"metadata": {"path": str(folder or path.parent)}},
         on_cell_start=starting,
         extra_arguments=["--IPKernelApp.log_level=40"],
     )
