@@ -78,13 +78,14 @@ _ = torch.set_grad_enabled(False)
 # %% [markdown]
 # ## The table: what a position embedding is
 #
-# The patch embedding sees the pixels of a patch, but not where the patch was in the image.
+# The patch embedding depends on the pixels of a patch, and not on its place in the image.
 # [MoonViT](GLOSSARY.md#moonvit) therefore adds a [position
 # embedding](GLOSSARY.md#position-embedding) to each patch: one learned vector for each place of a
 # grid of 64 x 64. These vectors are the [position table](GLOSSARY.md#position-table). An image
-# with another grid, such as 32 x 46, gets vectors that are interpolated from the table.
+# with another grid, such as the 32 x 46 of china, gets vectors that are interpolated from the
+# table.
 #
-# Kimi-VL's table comes with its checkpoint, which is not part of this repository. The pictures
+# Kimi-VL's table comes with its checkpoint, which is not part of this repository. The figures
 # here use the learned table of a smaller encoder, DINOv2 ViT-S/14. It also has patches of 14
 # pixels; its table is 37 x 37 x 384 (rows x columns x features), and it is interpolated by the
 # same rule.
@@ -108,7 +109,7 @@ print("table", tuple(table.shape))
 compare(Comparison(additive_guess, measured=100 * additive_share(table)))
 
 # %% [markdown]
-# The table was learned from images alone, and it has found rows and columns. The next picture
+# The table was learned from images alone, and it has found rows and columns. The next figure
 # shows the same in another way. It takes one place and compares its vector with all others. The
 # cosine similarity is 1 for vectors of the same direction.
 
@@ -518,10 +519,10 @@ for case in dict.fromkeys(row["case"] for row in rows):
 assert misses_of["cells"] < misses_of["FLOPs"]
 
 # %% [markdown]
-# The cells moved are the better prediction. The FLOPs promise too much for `separable`, because
-# they do not count what it writes and reads in between. Neither operator is at the byte floor:
-# the floor reads each cell of the table once, and these read a cell again for each tap, at best
-# from a cache of the processor (a small fast memory).
+# The cells moved are the better prediction. By its FLOPs `separable` looks better than it is,
+# because they do not count what it writes and reads in between. Neither operator is at the byte
+# floor: the floor reads each cell of the table once, and these read a cell again for each tap, at
+# best from a cache of the processor (a small fast memory).
 
 # %% [markdown]
 # ## What to remember
@@ -530,8 +531,9 @@ assert misses_of["cells"] < misses_of["FLOPs"]
 #   table's own size the four wrong versions give the right result; test a grid of another size
 #   that is not square.
 # - Compute coordinates in float64 or in integers and sums in float32, and round once at the end.
-# - The operator does a few FLOPs for each byte: on a GPU it waits for memory. Written for whole
-#   cells it comes within a few times its byte floor; number by number it does not.
+# - The operator does a few FLOPs for each byte: on a GPU it waits for memory. Code that handles
+#   whole cells comes within a few times its byte floor; code that handles single numbers does
+#   not.
 # - A time over its byte floor shows the implementation. Count what it moves, not only its FLOPs.
 
 # %% tags=["result"]
@@ -637,9 +639,9 @@ check(
 # ### 5. ★ Write `gather`
 #
 # `axis_taps(out_size, in_size, dtype, "cpu")` returns two (out_size, 4) tensors: the cells of
-# each position, clamped at the border, and their weights. Write the interpolation of a table
-# $(H, W, D)$ to a grid $(h, w)$ as a weighted sum of 16 cells for each patch. The result has the
-# shape $(h, w, D)$. (Index the table once with tensors of shape $(h, 1, 4, 1)$ and
+# each position, clamped at the border, and their weights. Write the interpolation of a table of
+# shape (rows, columns, $D$) to a grid $(h, w)$ as a weighted sum of 16 cells for each patch. The
+# result has the shape $(h, w, D)$. (Index the table once with tensors of shape $(h, 1, 4, 1)$ and
 # $(1, w, 1, 4)$.)
 
 

@@ -488,7 +488,7 @@ print(f"{mib(set(large)):,.0f} MiB. 256 entries could take {most:.0f} GiB.")
 #   (`SGLANG_VLM_CACHE_SIZE_MB`, default 100), as read in copies of their source. These help only
 #   if the same *image* comes again; a position cache helps if the same *size* does.
 # - **In this library:** `EncoderOptions(position="cached")` is the default. Another bound:
-#   `tower.patch_embed.pos_emb.cache = PositionCache(max_bytes=2**30)`.
+#   `EncoderOptions(position_cache_bytes=2**30)`.
 # - **Check:** print `tower.patch_embed.pos_emb.cache.stats` after an hour. Is the hit rate above
 #   your break-even? Do evictions still grow? And after a weight update, encode one image again
 #   and compare with a server that was started with the new weights.
@@ -533,7 +533,7 @@ check("max_bytes", answer_2, round(mib(set(scans)) * 2**20), hint=hint, near=nea
 #
 # Your traffic is like the **charts** of the record `replayed`. On your server, computing takes 8
 # ms, a hit 1 ms and a miss 12 ms. Which is the smallest recorded bound in MiB with which the
-# cache pays? (Look at the rows with `row["case"] == "pew_charts"` and
+# cache pays? (Look at the lines with `row["case"] == "pew_charts"` and
 # `row["variant"] == "lru by bytes"`; they hold `bound_mib` and `hit_rate`.)
 
 # %%

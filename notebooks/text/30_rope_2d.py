@@ -109,9 +109,9 @@ library = Rope2DPosEmb(72)  # for heads of 72 features
 # | row 1 | 4 | 5 | 6 | 7 |
 # | row 2 | 8 | 9 | 10 | 11 |
 #
-# "One row below" is a difference of 4 here, and of 46 in a photograph that is 46 patches wide.
-# Patches 3 and 4 look like neighbours, but they stand at opposite ends. So RoPE in two dimensions
-# gives each patch two positions, its column and its row, and each gets half of the features.
+# "One row below" is a difference of 4 here, and of 46 in china, which is 46 patches wide. Patches
+# 3 and 4 look like neighbours, but they are at opposite ends. So RoPE in two dimensions gives
+# each patch two positions, its column and its row, and each gets half of the features.
 #
 # A [head](GLOSSARY.md#head) has $d = 72$ features, 36 pairs of neighbours. A pair is called a
 # **slot**. The rule is:
@@ -149,7 +149,7 @@ check_function(
 # and vLLM 0.32. Their code does what is written here, and the weights were trained with the code.
 
 # %%
-h, w = 32, 46  # the grid of a photograph of 640 x 427 pixels (width x height)
+h, w = 32, 46  # the grid of china.jpg
 cos = library.get_cos_sin([(h, w)])[..., 0].view(h, w, 36).numpy()
 maps = {}
 for odd, axis in enumerate(("column", "row")):
@@ -159,10 +159,10 @@ fig, axes = rope.phase_maps(maps, "Even slots use the column, odd slots use the 
 plt.show()
 
 # %% [markdown]
-# *How to read it:* each map is the grid of a photograph, and the shade is the cosine of the
-# angle. Above, the angle depends on the column only, so all rows are alike. Below, it depends on
-# the row only, so all columns are alike. The larger $i$, the slower the angle grows. The drawing
-# code is in `kimivl_lab/plots/rope.py`.
+# *How to read it:* each map is the grid of the photograph china, and the shade is the cosine of
+# the angle. Above, the angle depends on the column only, so all rows are alike. Below, it depends
+# on the row only, so all columns are alike. The larger $i$, the slower the angle grows. The
+# drawing code is in `kimivl_lab/plots/rope.py`.
 
 # %% [markdown]
 # ## Predict: how fast does a slot turn?
@@ -214,14 +214,15 @@ plt.show()
 #
 # | `in_place`: blocks of 128 patches, whose float32 copy stays in the cache | reads | writes | sum |
 # |---|---|---|---|
-# | memory sees only the numbers themselves | 2 | 2 | **4** |
+# | only the numbers themselves pass through memory | 2 | 2 | **4** |
 #
 # 4 bytes are the **floor**: each number must be read and written once. The third way, `real`,
-# computes the slot's two numbers $a, b$ with real products: $a\cos - b\sin$ and $a\sin + b\cos$.
-# Its operators are
+# turns the slot's two numbers $x_0, x_1$ with real products: $x_0\cos - x_1\sin$ and
+# $x_0\sin + x_1\cos$. Its operators are
 #
 # - the copy to float32 and the copy back, as above;
-# - four products ($a\cos$, $b\sin$, $a\sin$, $b\cos$). Each works on *half* of the numbers;
+# - four products ($x_0\cos$, $x_1\sin$, $x_0\sin$, $x_1\cos$). Each works on *half* of the
+#   numbers;
 # - a difference and a sum. Each reads two such products and writes half of the numbers;
 # - a stack, which reads all results and writes them as pairs.
 #
@@ -271,9 +272,9 @@ def turn(x, h, w):
     row, column = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
     places = torch.stack((column, row), dim=-1).view(h * w, 1, 2)  # even slots: column
     angles = (places * theta[:, None]).flatten(1)  # (h*w, d/2)
-    a, b = x.double().unflatten(-1, (-1, 2)).unbind(-1)  # (h*w, heads, d/2) each
+    x0, x1 = x.double().unflatten(-1, (-1, 2)).unbind(-1)  # (h*w, heads, d/2) each
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+    return torch.stack((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1).flatten(-2)
 
 
 # %% [markdown]
@@ -507,17 +508,15 @@ plt.show()
 # *How to read it:* filled marks are measured, and hollow ones are the bytes at the speed of a
 # copy. Bytes predict the **order** of the ways. They do not predict the distances:
 #
-# - **One pass in C** takes 0.98 to 1.50 times the floor. So the floor is real: a kernel can reach
-#   it.
-# - **`in_place`** takes 2.3 to 2.8 times the floor, on every grid. Memory sees only the floor's
-#   bytes, but each block is read and written three times in the cache, and this is not free.
-# - **`complex`** is *faster* than predicted on the three smaller grids (3.1 to 4.3 instead of
-#   4.9). Part of its new tensors is still in a cache when the next operator reads them, so not
-#   all counted bytes go to memory.
-# - **`complex` and `real`** are far slower than predicted on the largest batch (17 and 43). Their
-#   float32 tensors have 50 to 100 MB and leave the caches. They are also *new* memory in each
-#   call: the system sets each page of it to zero first. The next cell measures this second part
-#   on your machine.
+# - **One pass in C** comes near the floor. So the floor is real: a kernel can reach it.
+# - **`in_place`** stays above the floor on every grid. Only the floor's bytes pass through
+#   memory, but each block is read and written three times in the cache, and this is not free.
+# - **`complex`** is *faster* than predicted on the three smaller grids. Part of its new tensors
+#   is still in a cache when the next operator reads them, so not all counted bytes go to memory.
+# - **`complex` and `real`** are far slower than predicted on the largest batch. Their float32
+#   tensors have 50 to 100 MB and leave the caches. They are also *new* memory in each call: the
+#   system sets each page of it to zero first. The next cell measures this second part on your
+#   machine.
 
 # %% tags=["nbval-ignore-output"]
 for patches in (1656, 10796):
@@ -540,8 +539,8 @@ for patches in (1656, 10796):
 #   of single patches sees exchanged axes.
 # - Angles are computed in float32. What a module does not hold, a cast cannot round.
 # - Turning moves 20 bytes for one number as complex product in bfloat16, 48 in real steps, and 4
-#   in place. Bytes predict the order; caches and new memory change the distances. One pass
-#   reaches 1.0 to 1.5 times the floor.
+#   in place. Bytes predict the order; caches and new memory change the distances. One pass comes
+#   near the floor.
 
 # %% tags=["result"]
 words = ", ".join(f"{way} {ratio:.1f}" for way, ratio in over.items())
@@ -550,8 +549,6 @@ print(f"Exchanged axes are seen by {seen[6, 6]} of 3 tests on 6 x 6, by {seen[2,
 
 # %% [markdown]
 # ## On Monday
-#
-# You operate or port a server with Kimi-VL:
 #
 # - **Decide** whether to compile the encoder: it joins RoPE's steps into one kernel.
 # - **Flags:** vLLM `compile_mm_encoder` in `--compilation-config`, default `false`, as read in

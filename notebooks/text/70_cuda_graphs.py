@@ -175,7 +175,7 @@ equal = same(graph.output, tower(other, [(4, 4)]))
 print(f"{len(graph.calls)} operators remembered; the replay equals eager: {equal}")
 
 # %% [markdown]
-# It works for this one grid. A replay knows addresses only:
+# It works for one grid. A replay knows addresses only:
 #
 # | | frozen at capture | may change before a replay |
 # |---|---|---|
@@ -494,8 +494,8 @@ print("planned:", plan_budgets(thumbnails, (8,), engine="vllm").budgets)
 
 # %% [markdown]
 # All three waste nothing. [64] takes eight replays and nearly three times the time of [512]. [32]
-# holds no image, so all run eager. **So read four numbers together:** waste, replays a call,
-# share of images without a graph, and predicted time (over real rows: 1 would be rows alone).
+# holds no image, so all run eager. **Read four numbers together:** waste, replays a call, share
+# of images without a graph, and predicted time (over real rows: 1 would be rows alone).
 #
 # **Packing.** A rule decides which images of a call share a replay. vLLM sorts them by tokens and
 # fills a run up to the largest budget; 0.32 also closes a run where two smaller budgets have
@@ -554,8 +554,8 @@ print(lesson.published_table())
 
 # %% [markdown]
 # *How to read it:* four of six predictions hold: two gains in the shaded corner, and two of no
-# gain, where 2 % were published (counted as none). In the misses 3 % and 6 % were published. So
-# small gains beyond the limit exist.
+# gain, where 2 % were published (counted as none). In the misses 3 % and 6 % were published.
+# Small gains beyond the limit exist.
 #
 # Of the ten that the rule cannot predict, five are faster with graphs and five slower; four of
 # the slower ones are Step3-VL. Kimi-VL's TTFT fell by 22 ms on an RTX 4090. Its eager path also

@@ -80,15 +80,15 @@ _ = torch.set_grad_enabled(False), torch.manual_seed(0)
 # ## Words: what the unit computes
 #
 # The matrix unit has eight registers. Each holds a **[tile](GLOSSARY.md#tile)**: 16 rows of 64
-# bytes. One **tile instruction** multiplies a tile $A$ of 16 x 32 numbers in
-# [bfloat16](GLOSSARY.md#bfloat16) by a tile $B$ of 32 x 16, and adds the result to a tile $C$ of
-# 16 x 16 numbers in [float32](GLOSSARY.md#float32). That is
+# bytes. One **tile instruction** multiplies a first tile of 16 x 32 numbers in
+# [bfloat16](GLOSSARY.md#bfloat16) by a second tile of 32 x 16, and adds the result to a third
+# tile of 16 x 16 numbers in [float32](GLOSSARY.md#float32). That is
 # $2 \cdot 16 \cdot 16 \cdot 32 = 16{,}384$ [FLOPs](GLOSSARY.md#flop), whether the numbers are
 # data or [padding](GLOSSARY.md#padding). A core can start one every 16 cycles.
 #
 # So a kernel writer counts instructions first. A product is cut like this:
 #
-# - a **step**: 32 of the inputs that are summed over, because a tile $A$ has 32 columns;
+# - a **step**: 32 of the inputs that are summed over, because the first tile has 32 columns;
 # - a **tile block**: 32 x 32 numbers of the result, two tiles by two. It needs four instructions
 #   in each step.
 #
@@ -185,23 +185,23 @@ print(f"largest relative error {error:.1e}; rounding to bfloat16 alone: {2**-8:.
 #
 # ### Why not $Q K^\top$?
 #
-# The unit takes the second operand $B$ **by pairs**: a row of the tile holds the numbers of two
-# neighbouring rows of $B$, interleaved. For $B$ with the rows $[0, 1]$ and $[2, 3]$, the tile's
-# row is $[0, 2, 1, 3]$. The next cell brings a weight into this form. Two neighbouring numbers of
+# The unit takes the second operand **by pairs**: a row of its tile holds the numbers of two
+# neighbouring rows of the matrix, interleaved. The rows $[0, 1]$ and $[2, 3]$ become the tile's
+# row $[0, 2, 1, 3]$. The next cell brings a weight into this form. Two neighbouring numbers of
 # $W$ are one word of 4 bytes, and the form is the transpose of these words.
 
 # %%
 W = torch.tensor([[0, 1, 2, 3], [10, 11, 12, 13]], dtype=torch.int16)  # two outputs, four inputs
-by_pairs = torch.stack((W.T[0::2], W.T[1::2]), dim=-1).flatten(1)  # B = W^T by pairs
+by_pairs = torch.stack((W.T[0::2], W.T[1::2]), dim=-1).flatten(1)  # W^T by pairs
 words = W.view(torch.int32).T.contiguous().view(torch.int16)  # transpose of words of 4 bytes
 print("W^T     ", W.T.tolist())
 print("by pairs", by_pairs.tolist(), " transposed words of W:", torch.equal(by_pairs, words))
 
 
 # %%
-def tile_product(A, B):
-    """A (16, 32) and B (16, 32) by pairs -> (16, 16): what one instruction adds to C."""
-    return torch.einsum("ipt,pjt->ij", A.unflatten(1, (-1, 2)), B.unflatten(1, (-1, 2)))
+def tile_product(left, right):
+    """(16, 32) and (16, 32) by pairs -> (16, 16): what one instruction adds to the third tile."""
+    return torch.einsum("ipt,pjt->ij", left.unflatten(1, (-1, 2)), right.unflatten(1, (-1, 2)))
 
 
 x = torch.tensor([[1, 2, 3, 4], [0, 1, 0, 1]], dtype=torch.int16)
@@ -238,9 +238,8 @@ fig, axes = amx.operand_chain(chain, title=title, subtitle="shapes to scale; d =
 plt.show()
 
 # %% [markdown]
-# *How to read it:* each line is one product, with its operands $A$ and $B$ and the result. The
-# result of the first line becomes $P^\top$ in the second line. Nothing is transposed between
-# them.
+# *How to read it:* each line is one product: first operand, second operand, result. The result of
+# the first line becomes $P^\top$ in the second line. Nothing is transposed between them.
 #
 # The **row of ones** below $V^\top$ makes one more row in $O^\top$: the sum of the weights, which
 # is the softmax's denominator. The matrix unit computes it from the same rounded numbers that
@@ -284,7 +283,7 @@ check_function("running maximum", tops, expected, hint=hint)
 
 # %%
 def attend_runs(q, k, v, slack=8.0, run=128):
-    """q (n, d), k and v (m, d) of one head -> (n, d)."""
+    """q (queries, d), k and v (keys, d) of one head -> (queries, d)."""
     scale = q.shape[-1] ** -0.5 * math.log2(math.e)
     values = torch.cat((v.T, v.new_ones(1, len(v))))  # V^T and the row of ones
     out, top = 0.0, torch.full((len(q),), -1e30, dtype=q.dtype)
@@ -484,9 +483,9 @@ plt.show()
 # the softmax, and all that is no product.
 #
 # **Predicted and not tested.** We predicted 45 to 82 % of the unit's *peak* for attention. The
-# record has no peak: it knows neither the clock nor whether two cores are two threads of one. For
-# two cores of $f$ GHz the peak is $2 \cdot 1.024 f$ TFLOP/s, and the largest image reaches 1.38
-# TFLOP/s. That is 45 % at 1.5 GHz and 22 % at 3 GHz. So the prediction may well fail. A loop of
+# record has no peak: it knows neither the clock nor whether two cores are two threads of one. At
+# 3 GHz the peak of two cores is $2 \cdot 1.024 \cdot 3 = 6.1$ TFLOP/s. The largest image reaches
+# 1.38, which is 22 %; at 1.5 GHz it would be 45 %. So the prediction may well fail. A loop of
 # tile instructions on registers would measure the peak.
 #
 # The library has a third kernel, for RoPE. It moves bytes and multiplies no matrices; lesson
@@ -512,9 +511,10 @@ print(f"Recorded: attention {min(attention_gain):.1f} to {max(attention_gain):.1
 # %% [markdown]
 # ## On Monday
 #
-# - **Decide** where the encoder runs. On a server with AMX (`lscpu | grep amx_bf16`) this
-#   library's encoder uses the kernels by default, in bfloat16; `EncoderOptions(attention="sdpa")`
-#   takes torch's attention instead, to compare.
+# - **Decide** where the encoder runs. On a server with AMX (`lscpu | grep amx_bf16`) this library
+#   uses these kernels by default, in bfloat16; with AVX2 or AVX-512 it has another attention
+#   kernel, for float32. `kimivl-lab info` prints which kernels run.
+#   `EncoderOptions(attention="sdpa")` takes torch's attention, to compare.
 # - **On GPUs** the same question is which head size the attention kernel is compiled for. Flags,
 #   as read in vLLM 0.32's and SGLang's documentation: `--mm-encoder-attn-backend` (vLLM) and
 #   `--mm-attention-backend` (SGLang). The default of both is `None`: the platform chooses.
@@ -529,9 +529,9 @@ print(f"Recorded: attention {min(attention_gain):.1f} to {max(attention_gain):.1
 #
 # ### 1. How much slack is allowed?
 #
-# Write the largest whole **exponent** $e$ for which weights up to $2^e$ are allowed: if a float32
-# sum of $2^{20}$ weights must stay finite (float32 ends just below $2^{128}$); if weights are
-# stored as float16 (largest 65,504); and as float8 e4m3 (largest 448).
+# Write the largest whole **exponent** of 2 up to which weights are allowed: if a float32 sum of
+# $2^{20}$ weights must stay finite (float32 ends just below $2^{128}$); if weights are stored as
+# float16 (largest 65,504); and as float8 e4m3 (largest 448).
 
 # %%
 answer_1 = None  # three exponents: float32 sum, float16, float8

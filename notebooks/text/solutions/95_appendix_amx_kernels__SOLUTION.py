@@ -134,8 +134,8 @@ check_function("gain of 8 bits", eight_bit_gain, cases, rtol=0.01)
 
 
 # %%
-def tile_product(A, B):
-    return torch.einsum("ipt,pjt->ij", A.unflatten(1, (-1, 2)), B.unflatten(1, (-1, 2)))
+def tile_product(left, right):
+    return torch.einsum("ipt,pjt->ij", left.unflatten(1, (-1, 2)), right.unflatten(1, (-1, 2)))
 
 
 def product_in_tiles(x, W):
