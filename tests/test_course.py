@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -48,6 +49,15 @@ def test_a_lesson_begins_where_the_last_one_ended_and_says_what_comes_next(path)
     assert len(first) == (2 if path == COURSE[0] else 3)
     assert path == COURSE[0] or re.search(r"[Ll]essons? \d\d", first[2])
     assert last[-2].startswith("**Next:** ")
+
+
+@each_lesson
+def test_files_and_modules_that_the_prose_names_are_there(path):
+    text = path.read_text().replace("\\n", " ")
+    files = re.findall(r"`((?:kimivl_lab|data|notebooks|tests)/[\w./-]+)`", text)
+    assert [name for name in files if not (NOTEBOOKS.parent / name).exists()] == []
+    modules = {module.rstrip(".") for module in re.findall(r"python -m (kimivl_lab[\w.]+)", text)}
+    assert [module for module in modules if find_spec(module) is None] == []
 
 
 def test_a_new_lesson_is_linked_by_its_neighbours(tmp_path):

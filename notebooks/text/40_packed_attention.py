@@ -488,9 +488,9 @@ for name, (flops, moved) in block_work(lab, lengths, 4).items():
     print(f"{name:19s} {flops / moved:14.1f} {flops_published / moved_published:21.1f}")
 
 # %% [markdown]
-# The **ridge** of a machine is $p/b$, the FLOPs that it does while one byte moves. An operator
-# with fewer FLOPs for each byte waits for memory. The ridge of a CPU is about 2 to 50, that of an
-# H100 is 295.
+# The [ridge](GLOSSARY.md#ridge) of a machine is $p/b$, the FLOPs that it does while one byte
+# moves. An operator with fewer FLOPs for each byte waits for memory. The ridge of a CPU is about
+# 2 to 50, that of an H100 is 295.
 #
 # **Your guesses.** How many of the nine operators wait for memory on this machine? Which of them
 # is furthest from its [roofline](GLOSSARY.md#roofline)?

@@ -156,8 +156,8 @@ plt.show()
 # *How to read it:* tensor parallel sums two tensors in each block. Data parallel gathers one
 # tensor at the end.
 #
-# So why cut layers at all? Because a *single* image then becomes faster, and each rank holds only
-# $1/R$ of the blocks' weights.
+# Why cut layers at all? A *single* image then becomes faster, and each rank holds only $1/R$ of
+# the blocks' weights.
 #
 # ## Build: cut one MLP, then the heads
 #
@@ -562,7 +562,7 @@ for guessed, gpu in ((nvlink_guess, h100), (pcie_guess, l40s)):
 # ## Published: what others measured
 #
 # Some published benchmarks compare both ways. A prediction needs the GPU, the encoder and the
-# number of patches; the picture shows the cases that state all three.
+# number of patches; the figure shows the cases that state all three.
 
 # %%
 from kimivl_lab.measure.published import parallel_cases
@@ -605,7 +605,7 @@ print(f"they wait in vain, and the error names ranks {stuck[0].missing}.")
 # %% [markdown]
 # ## On Monday
 #
-# You operate a server with Kimi-VL on several GPUs. As read in vLLM 0.32 and SGLang 0.5.23:
+# As read in vLLM 0.32 and SGLang 0.5.23:
 #
 # | decision | vLLM | SGLang | default |
 # |---|---|---|---|
@@ -614,7 +614,7 @@ print(f"they wait in vain, and the error names ranks {stuck[0].missing}.")
 # | limit of a wait | `--distributed-timeout-seconds` | `--dist-timeout` | release not read: `--help` |
 #
 # - **PCIe, or several images a call:** set the first line. **NVLink and one large image at a
-#   time:** measure both.
+#   time:** measure both, or run `kimivl-lab advise` with a record of your GPUs (`--rates`).
 # - **Memory:** data parallel keeps the whole tower on each GPU, $417$ million weights of 2
 #   bytes = 0.83 GB, instead of $1/R$ of it. That room is taken from the KV cache.
 # - vLLM's `data` falls back to `weights` where a model lacks support. A [pull

@@ -213,11 +213,11 @@ here = next(number for number, line in enumerate(listing) if "cu_seqlens" in lin
 print("...", *listing[here - 1 : here + 2], "...", sep="\n")
 
 # %% [markdown]
-# **The padding needs segments.** Attention writes only patches that lie in a segment of
-# [cu_seqlens](GLOSSARY.md#cu_seqlens). So the padding is put into segments that hold no image,
-# and no image looks at it. A graph for 3 images has 4 slots. The free slots share the padding
-# evenly: 16 and 24 patches leave 64 - 40 = 24, and two free slots get 12 each: 0, 16, 40, 52, 64.
-# (Attention costs the square of a segment: twice 12² = 288 pairs instead of 24² = 576.)
+# **The padding needs [segments](GLOSSARY.md#segment).** Attention writes only patches that lie in
+# a segment of [cu_seqlens](GLOSSARY.md#cu_seqlens). So the padding is put into segments that hold
+# no image, and no image looks at it. A graph for 3 images has 4 slots. The free slots share the
+# padding evenly: 16 and 24 patches leave 64 - 40 = 24, and two free slots get 12 each: 0, 16, 40,
+# 52, 64. (Attention costs the square of a segment: twice 12² = 288 pairs instead of 24² = 576.)
 #
 # **Your code.** Write these offsets. In the check the padding divides without remainder.
 

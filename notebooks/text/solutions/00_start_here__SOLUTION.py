@@ -69,11 +69,11 @@ check_function("tokens of an image", tokens_of, cases)
 # %% [markdown]
 # **The guesses.** A good guess for the parameters: a block is about $5 + 10 = 15$ million, times
 # 27 is 405 million, and the table adds 5. For $p/b$ of an H100: 1,000 TFLOP/s over 3 TB/s is
-# about 300. A CPU is far lower: two cores do some 50 GFLOP/s and move some 15 GB/s. Attention
-# equals all linear maps near $n = 2D + F$. The lab preset needs 76 GFLOPs for the three
-# photographs: at 50 GFLOP/s one forward takes 1.5 seconds. Attention has the most of these FLOPs,
-# so it is a good guess for the slowest stage. The stages without products move about a quarter of
-# the bytes at a low $p/b$: a few percent.
+# about 300. A CPU is far lower: two cores do 50 GFLOP/s or more and move 15 GB/s or more.
+# Attention equals all linear maps near $n = 2D + F$. The lab preset needs 76 GFLOPs for the three
+# photographs: at 50 GFLOP/s one forward takes 1.5 seconds, at 500 a tenth of it. Attention has
+# the most of these FLOPs, so it is a good guess for the slowest stage. The stages without
+# products move about a quarter of the bytes at a low $p/b$: a few percent.
 
 # %%
 parameters_guess = guess("parameters of the tower", 410, unit="million")

@@ -44,11 +44,11 @@ from kimivl_lab.lessons.image_patches import cut, embed, largest_grid
 # ## In the text
 #
 # **The guesses.** $1{,}000 \cdot 64/71 = 901.4$, so 901 pixels. $901/28 = 32.2$ becomes 33
-# windows, 66 patches: $66^2 = 4{,}356$. A photograph of 640 x 480 has about 400 tokens, and a
-# receipt is at the limit, about 1,050: a factor of 2.6. Padding adds on average half a window to
-# each side: a photograph has about 20 windows a side, so about $2 \cdot 0.5/20 = 5$ %. After
-# shrinking, the whole patches nearly fill the limit, and padding adds more: nearly all sizes end
-# above it.
+# squares of 28 pixels, 66 patches: $66^2 = 4{,}356$. A photograph of 640 x 480 has about 400
+# tokens, and a receipt is at the limit, about 1,050: a factor of 2.6. Padding adds on average
+# half a square to each side: a photograph has about 20 squares a side, so about
+# $2 \cdot 0.5/20 = 5$ %. After shrinking, the whole patches nearly fill the limit, and padding
+# adds more: nearly all sizes end above it.
 
 # %%
 square_guess = guess("patches of 1,000 x 1,000", 4356, unit="patches")

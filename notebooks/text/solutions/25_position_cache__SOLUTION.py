@@ -60,9 +60,9 @@ compare(
 )
 
 # %% [markdown]
-# **The break-even hit rate.** At the rate $\rho$ a lookup takes
-# $\rho\, t_{\text{hit}} + (1 - \rho)\, t_{\text{miss}}$ on average. Set it equal to
-# $t_{\text{compute}}$ and solve for $\rho$.
+# **The break-even hit rate.** A lookup takes
+# $\text{rate} \cdot t_{\text{hit}} + (1 - \text{rate})\, t_{\text{miss}}$ on average. Set it
+# equal to $t_{\text{compute}}$ and solve for the rate.
 
 
 # %%

@@ -144,9 +144,9 @@ check("ms saved in one forward", answer_4, 27 * saved / 3.35e12 * 1e3, rtol=0.02
 # %% [markdown]
 # ## Exercise 5: turn in place, without complex numbers
 #
-# The new first number is $a\cos - b\sin$, and the new second number needs the *old* $a$. So one
-# copy of $a$ is kept: half of the bytes of `pairs`. `addcmul_` multiplies and adds without a
-# tensor in between.
+# The new first number is $x_0\cos - x_1\sin$, and the new second number needs the *old* $x_0$. So
+# one copy of $x_0$ is kept: half of the bytes of `pairs`. `addcmul_` multiplies and adds without
+# a tensor in between.
 
 
 # %%

@@ -154,7 +154,7 @@ check("largest gain of fusing", answer_4, 88.5 / (88.5 - 6.4 - 1.2), rtol=0.01)
 # Softmax does not change if one number is taken from all scores of a query. Taking the largest
 # score seen so far keeps every `exp` at 1 or below. When the largest grows from `old` to `new`,
 # everything summed so far was computed with `old`, and
-# $e^{s - \text{new}} = e^{s - \text{old}} \cdot e^{\text{old} - \text{new}}$ for a score $s$. So
+# $e^{S - \text{new}} = e^{S - \text{old}} \cdot e^{\text{old} - \text{new}}$ for a score $S$. So
 # both sums are multiplied by the second factor. In the beginning the largest is minus infinity,
 # and the factor is $e^{-\infty} = 0$.
 

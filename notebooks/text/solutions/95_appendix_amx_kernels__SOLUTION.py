@@ -97,10 +97,10 @@ check("KiB of a chunk", chunk_kib, 2 * 2048 * lab.constants()["CHUNK"] / 1024)
 #
 # ### 1. How much slack is allowed?
 #
-# $2^{20} \cdot 2^e < 2^{128}$ gives $e = 107$. With values above 1 in $V$ the other rows of
-# $O^\top$ grow larger than the sum of the weights, and leave less room. float16 ends at 65,504,
-# just below $2^{16}$, so $e = 15$. float8 (e4m3) ends at 448, below $2^9$, so $e = 8$. bfloat16
-# has the range of float32: the kernel's slack of 8 is far from any limit.
+# $2^{20} \cdot 2^{107} < 2^{128}$, and 108 would reach it. With values above 1 in $V$ the other
+# rows of $O^\top$ grow larger than the sum of the weights, and leave less room. float16 ends at
+# 65,504, just below $2^{16}$: 15. float8 (e4m3) ends at 448, below $2^9$: 8. bfloat16 has the
+# range of float32: the kernel's slack of 8 is far from any limit.
 
 # %%
 answer_1 = (107, 15, 8)
