@@ -18,7 +18,7 @@ from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_tower
 
 CPU, F32 = torch.device("cpu"), torch.float32
 NAMES = {"avx2": "AVX2", "avx512": "AVX-512"}
-BOUND = 5e-7  # a few roundings of float32; torch's own kernel has 4.2e-7 at 4,096 keys
+BOUND = 5e-7  # a few roundings of float32
 
 
 @pytest.fixture(params=list(NAMES))
@@ -70,14 +70,14 @@ def test_attention_equals_the_oracle(isa, lengths, padding, heads, dim, scale):
         assert error < BOUND * exact(q, k, v.abs(), lengths).norm()  # a mean of many values of both signs is near 0
 
 
-@pytest.mark.parametrize("n", [1024, 4096])
+@pytest.mark.parametrize("n", [64, 1024, 4096])
 @torch.no_grad()
 def test_errors_are_no_larger_than_torchs(isa, n):
     q, k, v = normal(n, 3, 2, 72).unbind(1)
     want = exact(q, k, v, [n])
     batch = (x.transpose(0, 1)[None] for x in (q, k, v))
     torchs = F.scaled_dot_product_attention(*batch)[0].transpose(0, 1)
-    assert relative_error(attend("simd", q, k, v, offsets_of([n]), n), want) < 1.02 * relative_error(torchs, want)
+    assert relative_error(attend("simd", q, k, v, offsets_of([n]), n), want) < relative_error(torchs, want)
 
 
 @torch.no_grad()

@@ -1,12 +1,26 @@
-// How the attention kernels cut their work into tasks for threads.
+// What the attention kernels share: their function, which cuts the work into tasks for threads. A source defines SIDE,
+// the queries of a block, before it includes this, and `attend`.
 #pragma once
 
 #include "common.h"
 
 #include <math.h>
+#include <omp.h>
 #include <stdlib.h>
 
 #define TASKS 4  // work is cut into about this many tasks a thread, or more
+
+typedef struct {
+  const void *data;
+  ptrdiff_t row, head;  // strides in numbers
+} operand;
+
+typedef struct {
+  operand q, k, v;
+  void *out;  // (rows, heads, d), contiguous
+  int heads, d;
+  float scale;
+} problem;
 
 typedef struct {
   int start, n, head;  // an image's first row and length
@@ -33,12 +47,23 @@ static int cut_tasks(const int32_t *offsets, int images, int heads, int threads,
   return count;
 }
 
-// All tasks, the longest first, for the caller to free; NULL when there is no memory.
-static task *list_tasks(const int32_t *offsets, int images, int heads, int threads, int side, int *count) {
-  *count = cut_tasks(offsets, images, heads, threads, side, NULL);
-  task *tasks = malloc(sizeof(task) * (*count + 1));
-  if (!tasks) return NULL;
-  cut_tasks(offsets, images, heads, threads, side, tasks);
-  qsort(tasks, *count, sizeof(task), longest_first);
-  return tasks;
+// Attention of one task's queries. scratch: of this thread, aligned to 64.
+static void attend(const problem *p, const task *t, char *scratch);
+
+// q, k, v (rows, heads, d) with strides (row, head) each; offsets (images + 1,); scratch: `each` bytes a thread,
+// aligned to 64. Rows that belong to no image are not written. Returns 0, or -1 when there is no memory.
+EXPORT int attention(const void *q, const void *k, const void *v, const int64_t *strides, void *out,
+                     const int32_t *offsets, int images, int heads, int d, float scale, int threads, char *scratch,
+                     size_t each) {
+  const problem p = {{q, strides[0], strides[1]}, {k, strides[2], strides[3]}, {v, strides[4], strides[5]}, out, heads,
+                     d, scale};
+  const int count = cut_tasks(offsets, images, heads, threads, SIDE, NULL);
+  task *tasks = malloc(sizeof(task) * (count + 1));
+  if (!tasks) return -1;
+  cut_tasks(offsets, images, heads, threads, SIDE, tasks);
+  qsort(tasks, count, sizeof(task), longest_first);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int i = 0; i < count; i++) attend(&p, tasks + i, scratch + each * omp_get_thread_num());
+  free(tasks);
+  return 0;
 }

@@ -7,26 +7,15 @@
 // Keys come in runs of RUN, with a running maximum. It is raised, and O^T rescaled, for 16 queries together and only
 // when a run exceeds it for one of them by more than SLACK powers of two: until then weights stay within 2^SLACK, which
 // float32 sums do not mind.
-#include "tasks.h"
 #include "tiles.h"
+
+#include "tasks.h"
 
 #include <float.h>
 #include <string.h>
 
 #define RUN 128       // keys whose scores and weights stay in the first-level cache: 16 KiB and 8 KiB
 #define SLACK 8.0f    // in powers of two
-
-typedef struct {
-  const bf16 *data;
-  ptrdiff_t row, head;  // strides in numbers
-} operand;
-
-typedef struct {
-  operand q, k, v;
-  bf16 *out;  // (rows, heads, d), contiguous
-  int heads, d;
-  float scale;
-} problem;
 
 INLINE int key_steps(int d) { return ceil_div(d, 32); }
 INLINE int value_tiles(int d) { return ceil_div(d + 1, 16); }
@@ -116,7 +105,7 @@ INLINE void write_rows(const float *o, bf16 *out, ptrdiff_t row, int n, int d) {
   }
 }
 
-INLINE void attend(const problem *p, const task *t, char *scratch, const int d) {
+INLINE void attend_heads_of(const problem *p, const task *t, char *scratch, const int d) {
   const int steps = key_steps(d), tiles = value_tiles(d), n = t->n, padded = ceil_div(n, 32) * 32;
   bf16 *keys = (bf16 *)scratch;
   bf16 *values = keys + (size_t)padded * steps * 32;
@@ -124,12 +113,12 @@ INLINE void attend(const problem *p, const task *t, char *scratch, const int d) 
   bf16 *weights = queries + steps * 2 * TILE;        // P^T, (RUN / 32, 2) tiles by pairs of keys
   float *scores = (float *)(weights + RUN * SIDE);   // S^T, (RUN, 32)
   float *o = scores + RUN * SIDE;                    // O^T, (16 tiles, 32)
-  const bf16 *q = p->q.data + t->start * p->q.row + t->head * p->q.head;
-  bf16 *out = p->out + ((ptrdiff_t)t->start * p->heads + t->head) * d;
+  const bf16 *q = (const bf16 *)p->q.data + t->start * p->q.row + t->head * p->q.head;
+  bf16 *out = (bf16 *)p->out + ((ptrdiff_t)t->start * p->heads + t->head) * d;
   const __m512 scale = _mm512_set1_ps(p->scale * LOG2_E), slack = _mm512_set1_ps(SLACK / (p->scale * LOG2_E));
 
-  pack_keys(p->k.data + t->start * p->k.row + t->head * p->k.head, p->k.row, n, d, keys);
-  pack_values(p->v.data + t->start * p->v.row + t->head * p->v.head, p->v.row, n, d, values);
+  pack_keys((const bf16 *)p->k.data + t->start * p->k.row + t->head * p->k.head, p->k.row, n, d, keys);
+  pack_values((const bf16 *)p->v.data + t->start * p->v.row + t->head * p->v.head, p->v.row, n, d, values);
   for (int first = t->first; first < t->last; first += SIDE) {
     pack_queries(q + first * p->q.row, p->q.row, t->last - first, d, queries);
     memset(o, 0, (size_t)tiles * 16 * SIDE * 4);
@@ -164,36 +153,18 @@ INLINE void attend(const problem *p, const task *t, char *scratch, const int d) 
   }
 }
 
+static void attend(const problem *p, const task *t, char *scratch) {
+  const unsigned modes = begin_tiles();
+  if (p->d == 72)
+    attend_heads_of(p, t, scratch, 72);  // MoonViT's head, known when this is compiled
+  else
+    attend_heads_of(p, t, scratch, p->d);
+  end_tiles(modes);
+}
+
 // Bytes of scratch a thread needs when no image is longer than `longest`.
 EXPORT size_t attention_scratch(int longest, int d) {
   const size_t padded = (size_t)ceil_div(longest, 32) * 32;
   return 2 * (padded * (key_steps(d) * 32 + value_tiles(d) * 16) + key_steps(d) * 2 * TILE + RUN * SIDE) +
          4 * (RUN * SIDE + value_tiles(d) * 16 * SIDE);
-}
-
-// q, k, v (rows, heads, d) with strides (row, head) each; offsets (images + 1,); scratch: `each` bytes a thread,
-// aligned to 64. Rows that belong to no image are not written. Returns 0, or -1 when there is no memory.
-EXPORT int attention(const bf16 *q, const bf16 *k, const bf16 *v, const int64_t *strides, bf16 *out,
-                     const int32_t *offsets, int images, int heads, int d, float scale, int threads, char *scratch,
-                     size_t each) {
-  const problem p = {{q, strides[0], strides[1]}, {k, strides[2], strides[3]}, {v, strides[4], strides[5]}, out, heads,
-                     d, scale};
-  int count;
-  task *tasks = list_tasks(offsets, images, heads, threads, SIDE, &count);
-  if (!tasks) return -1;
-#pragma omp parallel num_threads(threads)
-  {
-    const unsigned modes = begin_tiles();
-    char *mine = scratch + each * omp_get_thread_num();
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < count; i++) {
-      if (d == 72)
-        attend(&p, tasks + i, mine, 72);  // MoonViT's head, known when this is compiled
-      else
-        attend(&p, tasks + i, mine, d);
-    }
-    end_tiles(modes);
-  }
-  free(tasks);
-  return 0;
 }

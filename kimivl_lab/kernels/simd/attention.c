@@ -5,50 +5,45 @@
 // products are the same loop: a number of K or V, broadcast, times COLUMNS vectors of queries, for ROWS of them, which
 // fills the registers with sums: 24 of 32 in AVX-512, 12 of 16 in AVX2.
 //
-// Keys come in runs of RUN. A run's scores, weights and sums stay in the first-level cache. Its sums start at zero and
-// are then added to O^T, which is rescaled in the same step to the maximum that the run has raised: short sums round
-// less.
-#include "tasks.h"
-
+// Keys come in runs of RUN, and a run is used for GROUP blocks of queries, while its keys and values are in a near
+// cache. A run's sums start at zero and are then added to O^T, which is rescaled in the same step to the maximum that
+// the run has raised, and a score is the sum of two halves: short sums round less.
 #include <float.h>
 #include <immintrin.h>
-#include <omp.h>
 #include <string.h>
 
 #ifdef __AVX512F__
 #define WIDTH 16
 #define COLUMNS 4
+#define ROWS 6
 typedef __m512 vec;
 #define SPLAT _mm512_set1_ps
 #define MAX _mm512_max_ps
+#define PICK(table, index) _mm512_permutexvar_ps((__m512i)(index), table)
 #else
 #define WIDTH 8
-#define COLUMNS 2
+#define COLUMNS 3
+#define ROWS 4
 typedef __m256 vec;
 #define SPLAT _mm256_set1_ps
 #define MAX _mm256_max_ps
+#define PICK(table, index) _mm256_permutevar8x32_ps(table, (__m256i)(index))
 #endif
-#define ROWS 6
-#define RUN 48                  // keys, a multiple of ROWS
+#define RUN 96                  // keys, a multiple of ROWS
+#define GROUP 4                 // blocks
 #define SIDE (COLUMNS * WIDTH)  // queries of a block
 #define UNROLL _Pragma("GCC unroll 8")
 
-typedef struct {
-  const float *data;
-  ptrdiff_t row, head;  // strides in numbers
-} operand;
+#include "tasks.h"
 
-typedef struct {
-  operand q, k, v;
-  float *out;  // (rows, heads, d), contiguous
-  int heads, d;
-  float scale;
-} problem;
+typedef uint32_t bits __attribute__((vector_size(sizeof(vec))));
 
-// A thread's memory: K (n, d) and V (n, wide) of a task, and for one block of queries Q^T, S^T and O^T, (.., SIDE) each.
+// Queries first to first + n of an image, in `width` vectors, and what is known of them after some runs.
 typedef struct {
-  float *queries, *scores, *o, *keys, *values;
-} memory;
+  int first, n, width;
+  float *queries, *o;  // Q^T and O^T, (.., SIDE)
+  float top[SIDE], sum[SIDE];
+} block;
 
 INLINE int up(int a, int b) { return ceil_div(a, b) * b; }
 INLINE vec load(const float *from) {
@@ -58,27 +53,22 @@ INLINE vec load(const float *from) {
 }
 INLINE void store(float *to, vec x) { memcpy(to, &x, sizeof x); }
 
-// 2^t for t <= 0: a polynomial of t's fraction (minimax, relative error 8.3e-8, where float32 rounds by 6e-8), times
-// 2^floor(t). 1 for 0, 0 for -infinity, NaN for NaN.
+// 2^t for t <= 0. t is n + j/8 + f with |f| <= 1/16: a cubic of f (minimax, relative error 2.6e-8, where float32 rounds
+// by 6e-8), times 2^(j/8) from a table, times 2^n. 1 for 0, 0 for -infinity, NaN for NaN.
 INLINE vec exp2_vec(vec t) {
-#if WIDTH == 16
-  const vec fraction = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF);
-#else
-  t = _mm256_max_ps(SPLAT(-127), t);  // 2^-127 becomes 0 below; the second operand where one is NaN
-  const vec floor = _mm256_floor_ps(t), fraction = t - floor;
-#endif
-  vec y = SPLAT(0.00186713007f);
-  y = y * fraction + SPLAT(0.00901703032f);
-  y = y * fraction + SPLAT(0.0557999131f);
-  y = y * fraction + SPLAT(0.24016445f);
-  y = y * fraction + SPLAT(0.693151312f);
-  y = y * fraction + SPLAT(1);
-#if WIDTH == 16
-  return _mm512_scalef_ps(y, t);
-#else
-  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(floor), _mm256_set1_epi32(127));
-  return y * _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
-#endif
+  static const uint32_t eighths[16] = {  // the bits of 2^(j/8), less j << 20
+      0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7,
+      0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
+  const vec magic = SPLAT(1.5f * (1 << 20));  // a sum with it is rounded to eighths, and 8 n + j are its lowest bits
+  vec table;
+  memcpy(&table, eighths, sizeof table);
+  t = MAX(SPLAT(-127), t);  // 2^-127 becomes 0 below; the second operand where one is NaN
+  const vec sum = t + magic, f = t - (sum - magic);
+  vec y = SPLAT(0.0554889319f);
+  y = y * f + SPLAT(0.240257807f);
+  y = y * f + SPLAT(0.693147242f);
+  y = y * f + SPLAT(1);
+  return y * (vec)((bits)PICK(table, sum) + ((bits)sum << 20));
 }
 
 // tile[r][j] = sum over i < steps of a[i * step + r * row] b[i * SIDE + lanes of vector j], for j < width.
@@ -132,14 +122,15 @@ INLINE void pack_queries(const float *q, ptrdiff_t row, int n, int padded, int d
     }
 }
 
-// One image's rows of K or V, from strided to (rows, wide); numbers past d and rows past n are zeros.
+// One image's rows of K or V, from strided to (rows, wide): numbers past d are zeros, rows past n are like the last.
 INLINE void pack_rows(const operand *x, const task *t, int d, int wide, int rows, float *to) {
-  const float *from = x->data + t->start * x->row + t->head * x->head;
-  for (int r = 0; r < t->n; r++, from += x->row, to += wide) {
+  const float *from = (const float *)x->data + t->start * x->row + t->head * x->head;
+  for (int r = 0; r < rows; r++, to += wide) {
+    for (int i = 0; i < d; i += 16) _mm_prefetch((const char *)(from + 8 * x->row + i), _MM_HINT_T0);
     memcpy(to, from, d * sizeof *to);
     memset(to + d, 0, (wide - d) * sizeof *to);
+    if (r < t->n - 1) from += x->row;
   }
-  memset(to, 0, (size_t)(rows - t->n) * wide * sizeof *to);
 }
 
 // O^T / sum becomes n rows of the result.
@@ -155,106 +146,99 @@ INLINE void write_rows(const float *o, const float *sum, float *out, ptrdiff_t r
   }
 }
 
-// A block of `queries` queries in `width` vectors against all n keys of its image.
-INLINE void attend_block(const problem *p, const memory *m, const float *q, float *out, int n, int queries, const int d,
-                         const int width) {
-  const int wide = up(d, ROWS);
-  vec tile[ROWS][COLUMNS], top[COLUMNS], sum[COLUMNS], factor[COLUMNS];
-  const vec scale = SPLAT(p->scale * LOG2_E);  // of differences: a product rounded before would be off by more
-  pack_queries(q, p->q.row, queries, width * WIDTH, d, m->queries);
+// A block against a run of `rows` keys.
+INLINE void attend_run(block *b, const float *keys, const float *values, float *scores, int rows, float log2_scale,
+                       const int d, const int width) {
+  const int wide = up(d, ROWS), half = d / 2;
+  vec tile[ROWS][COLUMNS], most[COLUMNS], factor[COLUMNS];
+  const vec scale = SPLAT(log2_scale);  // of differences: a product rounded before would be off by more
+  for (int j = 0; j < width; j++) most[j] = SPLAT(-FLT_MAX);  // finite: a run may be -infinity throughout
+  for (int r = 0; r < rows; r += ROWS, keys += ROWS * d) {
+    float *s = scores + r * SIDE;
+    multiply(keys, 1, d, b->queries, half, width, tile);
+    UNROLL for (int i = 0; i < ROWS; i++)
+      UNROLL for (int j = 0; j < width; j++) store(s + i * SIDE + j * WIDTH, tile[i][j]);
+    multiply(keys + half, 1, d, b->queries + half * SIDE, d - half, width, tile);
+    UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int j = 0; j < width; j++) {
+      float *x = s + i * SIDE + j * WIDTH;
+      tile[i][j] += load(x);
+      most[j] = MAX(most[j], tile[i][j]);  // may pass over a NaN, which makes its weight and all sums NaN anyway
+      store(x, tile[i][j]);
+    }
+  }
   for (int j = 0; j < width; j++) {
-    top[j] = SPLAT(-FLT_MAX);  // finite: a run may be -infinity throughout
-    sum[j] = SPLAT(0);
-    for (int c = 0; c < wide; c++) store(m->o + c * SIDE + j * WIDTH, SPLAT(0));
+    const vec top = MAX(load(b->top + j * WIDTH), most[j]);
+    vec part = SPLAT(0);
+    factor[j] = exp2_vec((load(b->top + j * WIDTH) - top) * scale);
+    for (int r = 0; r < rows; r++) {
+      float *x = scores + r * SIDE + j * WIDTH;
+      const vec weight = exp2_vec((load(x) - top) * scale);
+      store(x, weight);
+      part += weight;
+    }
+    store(b->top + j * WIDTH, top);
+    store(b->sum + j * WIDTH, load(b->sum + j * WIDTH) * factor[j] + part);
   }
-  for (int at = 0; at < n; at += RUN) {
-    const int rows = n - at < RUN ? n - at : RUN;
-    for (int r = 0; r < rows; r += ROWS) {
-      multiply(m->keys + (size_t)(at + r) * d, 1, d, m->queries, d, width, tile);
-      UNROLL for (int i = 0; i < ROWS; i++)
-        UNROLL for (int j = 0; j < width; j++) store(m->scores + (r + i) * SIDE + j * WIDTH, tile[i][j]);
-    }
-    for (int j = 0; j < width; j++) {  // a maximum may pass over a NaN, which makes its weight and all sums NaN anyway
-      vec here = top[j], part = SPLAT(0);
-      for (int r = 0; r < rows; r++) here = MAX(here, load(m->scores + r * SIDE + j * WIDTH));
-      factor[j] = exp2_vec((top[j] - here) * scale);
-      top[j] = here;
-      for (int r = 0; r < rows; r++) {
-        float *x = m->scores + r * SIDE + j * WIDTH;
-        const vec weight = exp2_vec((load(x) - here) * scale);
-        store(x, weight);
-        part += weight;
-      }
-      sum[j] = sum[j] * factor[j] + part;
-    }
-    for (int c = 0; c < wide; c += ROWS) {
-      multiply(m->values + (size_t)at * wide + c, wide, 1, m->scores, rows, width, tile);
-      UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int j = 0; j < width; j++) {
-        float *x = m->o + (c + i) * SIDE + j * WIDTH;
-        store(x, load(x) * factor[j] + tile[i][j]);
-      }
+  for (int c = 0; c < wide; c += ROWS) {
+    multiply(values + c, wide, 1, scores, rows, width, tile);
+    UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int j = 0; j < width; j++) {
+      float *x = b->o + (c + i) * SIDE + j * WIDTH;
+      store(x, load(x) * factor[j] + tile[i][j]);
     }
   }
-  float sums[SIDE];
-  for (int j = 0; j < width; j++) store(sums + j * WIDTH, sum[j]);
-  write_rows(m->o, sums, out, (ptrdiff_t)p->heads * d, queries, d);
 }
 
-INLINE void attend(const problem *p, const task *t, float *scratch, const int d) {
+INLINE void attend_heads_of(const problem *p, const task *t, char *scratch, const int d) {
   const int wide = up(d, ROWS);
-  memory m = {.queries = scratch};
-  m.scores = m.queries + up(d, 8) * SIDE;
-  m.o = m.scores + RUN * SIDE;
-  m.keys = m.o + up(wide, 8) * SIDE;
-  m.values = m.keys + (size_t)up(t->n, ROWS) * d;
-  pack_rows(&p->k, t, d, d, up(t->n, ROWS), m.keys);
-  pack_rows(&p->v, t, d, wide, t->n, m.values);
-  const float *q = p->q.data + t->start * p->q.row + t->head * p->q.head;
-  float *out = p->out + ((ptrdiff_t)t->start * p->heads + t->head) * d;
+  float *scores = (float *)scratch, *queries = scores + RUN * SIDE, *o = queries + GROUP * up(d, 8) * SIDE;
+  float *keys = o + GROUP * up(wide, 8) * SIDE, *values = keys + (size_t)up(t->n, ROWS) * d;
+  pack_rows(&p->k, t, d, d, up(t->n, ROWS), keys);
+  pack_rows(&p->v, t, d, wide, t->n, values);
+  const float *q = (const float *)p->q.data + t->start * p->q.row + t->head * p->q.head;
+  float *out = (float *)p->out + ((ptrdiff_t)t->start * p->heads + t->head) * d;
+  const float scale = p->scale * LOG2_E;
+  const ptrdiff_t out_row = (ptrdiff_t)p->heads * d;
   const int vectors = ceil_div(t->last - t->first, WIDTH), blocks = ceil_div(vectors, COLUMNS);
-  for (int b = 0; b < blocks; b++) {  // of nearly equal size
-    const int from = (int64_t)vectors * b / blocks, width = (int64_t)vectors * (b + 1) / blocks - from;
-    const int first = t->first + from * WIDTH;
-    const int queries = t->last - first < width * WIDTH ? t->last - first : width * WIDTH;
-    const float *q_b = q + first * p->q.row;
-    float *out_b = out + (ptrdiff_t)first * p->heads * d;
-    if (width == 1) attend_block(p, &m, q_b, out_b, t->n, queries, d, 1);
-    if (width == 2) attend_block(p, &m, q_b, out_b, t->n, queries, d, 2);
+  for (int first = 0; first < blocks; first += GROUP) {
+    const int count = blocks - first < GROUP ? blocks - first : GROUP;
+    block group[GROUP];
+    for (int i = 0; i < count; i++) {  // of nearly equal size
+      const int from = (int64_t)vectors * (first + i) / blocks, to = (int64_t)vectors * (first + i + 1) / blocks;
+      block *b = group + i;
+      *b = (block){t->first + from * WIDTH, (to - from) * WIDTH, to - from, queries + i * up(d, 8) * SIDE,
+                   o + i * up(wide, 8) * SIDE};
+      pack_queries(q + b->first * p->q.row, p->q.row, t->last - b->first, b->n, d, b->queries);
+      if (b->n > t->last - b->first) b->n = t->last - b->first;
+      for (int lane = 0; lane < SIDE; lane++) b->top[lane] = -FLT_MAX;
+      memset(b->o, 0, (size_t)wide * SIDE * sizeof *o);
+    }
+    for (int at = 0; at < t->n; at += RUN) {
+      const float *k = keys + (size_t)at * d, *v = values + (size_t)at * wide;
+      const int rows = t->n - at < RUN ? t->n - at : RUN;
+      for (block *b = group; b < group + count; b++) {
+        if (b->width == 1) attend_run(b, k, v, scores, rows, scale, d, 1);
+        if (b->width == 2) attend_run(b, k, v, scores, rows, scale, d, 2);
+        if (b->width == 3) attend_run(b, k, v, scores, rows, scale, d, 3);
 #if COLUMNS == 4
-    if (width == 3) attend_block(p, &m, q_b, out_b, t->n, queries, d, 3);
-    if (width == 4) attend_block(p, &m, q_b, out_b, t->n, queries, d, 4);
+        if (b->width == 4) attend_run(b, k, v, scores, rows, scale, d, 4);
 #endif
+      }
+    }
+    for (block *b = group; b < group + count; b++) write_rows(b->o, b->sum, out + b->first * out_row, out_row, b->n, d);
   }
+}
+
+static void attend(const problem *p, const task *t, char *scratch) {
+  if (p->d == 72)
+    attend_heads_of(p, t, scratch, 72);  // MoonViT's head, known when this is compiled
+  else
+    attend_heads_of(p, t, scratch, p->d);
 }
 
 // Bytes of scratch a thread needs when no image is longer than `longest`: a multiple of 64.
 EXPORT size_t attention_scratch(int longest, int d) {
   const int wide = up(d, ROWS);
-  const size_t numbers = (up(d, 8) + RUN + up(wide, 8)) * SIDE + (size_t)up(longest, ROWS) * d + (size_t)longest * wide;
+  const size_t numbers = (RUN + GROUP * (up(d, 8) + up(wide, 8))) * SIDE + (size_t)up(longest, ROWS) * d +
+                         (size_t)longest * wide;
   return (numbers + 15) / 16 * 64;
-}
-
-// q, k, v (rows, heads, d) with strides (row, head) each; offsets (images + 1,); scratch: `each` bytes a thread,
-// aligned to 64. Rows that belong to no image are not written. Returns 0, or -1 when there is no memory.
-EXPORT int attention(const float *q, const float *k, const float *v, const int64_t *strides, float *out,
-                     const int32_t *offsets, int images, int heads, int d, float scale, int threads, char *scratch,
-                     size_t each) {
-  const problem p = {{q, strides[0], strides[1]}, {k, strides[2], strides[3]}, {v, strides[4], strides[5]}, out, heads,
-                     d, scale};
-  int count;
-  task *tasks = list_tasks(offsets, images, heads, threads, SIDE, &count);
-  if (!tasks) return -1;
-#pragma omp parallel num_threads(threads)
-  {
-    float *mine = (float *)(scratch + each * omp_get_thread_num());
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < count; i++) {
-      if (d == 72)
-        attend(&p, tasks + i, mine, 72);  // MoonViT's head, known when this is compiled
-      else
-        attend(&p, tasks + i, mine, d);
-    }
-  }
-  free(tasks);
-  return 0;
 }
