@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..measure.published import graph_rows, parallel_rows, published_rows
-from ..measure.records import find_record, read_record
+from ..measure.records import read_record
 from .ladder import kept_records
 
 MARKS = ("<!-- numbers: written by kimivl_lab.report.side_by_side -->", "<!-- end of numbers -->")
@@ -79,7 +79,8 @@ def _host() -> list[str]:
 
 
 def _record(benchmark: str, what: str, ratios: Callable[[Rows], Iterable[float]]) -> str:
-    path = find_record(benchmark, kept_records())
+    # not `find_record`, which takes one of the reader's own processor: the page is the same on every machine
+    path = max(kept_records().glob(f"{benchmark}__*.csv"), key=lambda path: (path.stem[-8:], path.stem))
     rows, origin = read_record(path)
     return f"{what}: {_range(ratios(rows))} on {origin['device']} ([record](../data/measurements/{path.name}))"
 
