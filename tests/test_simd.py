@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,12 +188,13 @@ def fresh(monkeypatch):
         cached.cache_clear()
 
 
-@pytest.mark.parametrize("machine", ["aarch64", "riscv64"])
+@pytest.mark.parametrize("system, machine", [("linux", "aarch64"), ("darwin", "arm64"), ("win32", "AMD64")])
 @torch.no_grad()
-def test_on_another_processor_everything_runs_on_torchs_kernels(fresh, machine):
+def test_on_another_processor_or_system_everything_runs_on_torchs_kernels(fresh, system, machine):
     fresh.setattr(library.platform, "machine", lambda: machine)
+    fresh.setattr(library, "sys", SimpleNamespace(platform=system))
     fresh.setattr(library, "_run", None)  # nothing is compiled
-    assert machine in str(library.unavailable("simd", CPU, F32))
+    assert f"not for {system} on {machine}" in str(library.unavailable("simd", CPU, F32))
     assert resolve_attention("auto", CPU, F32) is ATTENTION_BACKENDS["sdpa"]
     for dtype in (torch.float32, torch.bfloat16):
         assert tiny_tower().to(dtype)(pixels_for([(4, 6)]), [(4, 6)]).isfinite().all()
@@ -206,6 +208,14 @@ def test_an_instruction_set_that_is_unknown_is_refused_and_none_leaves_torchs(fr
     assert resolve_attention("auto", CPU, F32) is ATTENTION_BACKENDS["sdpa"]
 
 
+def test_without_a_compiler_the_reason_names_those_that_were_looked_for(fresh):
+    if sys.platform != "linux" or library._isa_unavailable("avx2"):
+        pytest.skip("needs AVX2")
+    fresh.delenv("CC", raising=False)
+    fresh.setattr(library.shutil, "which", lambda name: None)
+    assert "neither gcc nor cc" in str(library.unavailable("simd", CPU, F32))
+
+
 @pytest.mark.parametrize(
     "name, isa_name", [(name, isa) for name, one in library.LIBRARIES.items() for isa in one.flags]
 )
@@ -215,3 +225,11 @@ def test_every_source_compiles_without_a_warning_whatever_this_processor_runs(tm
     for source, text in library._sources(name).items():
         (tmp_path / source).write_bytes(text)
     library._compile([*library._compiler(), *library._flags(name, isa_name), "-Werror"], tmp_path)
+
+
+@pytest.mark.parametrize("name", library.LIBRARIES)
+def test_a_compiler_for_another_processor_is_told_why_it_gives_no_kernel(tmp_path, name):
+    for source, text in library._sources(name).items():
+        (tmp_path / source).write_bytes(text)
+    with pytest.raises(library.BuildError, match="these kernels are for x86-64"):
+        library._compile([*library._compiler(), "-fopenmp", "-U__x86_64__"], tmp_path)

@@ -1,6 +1,10 @@
 // What all kernels share.
 #pragma once
 
+#ifndef __x86_64__
+#error "these kernels are for x86-64"  // elsewhere everything runs on torch's
+#endif
+
 #include <stddef.h>
 #include <stdint.h>
 

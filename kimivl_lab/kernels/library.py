@@ -234,9 +234,10 @@ def _sources(name: str) -> dict[str, bytes]:
 
 
 def _compiler() -> list[str]:
-    named = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc")), None)
+    # gcc before cc, which may be clang: its code asks for another OpenMP runtime than the one torch's wheels bring
+    named = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "cc")), None)
     if named is None:
-        raise BuildError("they need a C compiler, and neither cc nor gcc is installed")
+        raise BuildError("they need a C compiler, and neither gcc nor cc is installed")
     return shlex.split(named)
 
 

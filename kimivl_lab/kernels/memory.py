@@ -56,8 +56,8 @@ def aligned(numbers: int, dtype: torch.dtype) -> Tensor:
 def scratch(nbytes: int) -> Tensor:
     """Returns at least `nbytes` of aligned working memory, the same block in every call of one Python thread.
 
-    The contents are undefined. Attention needs the most: 1.4 MiB for each of torch's threads at 4,096 patches of head
-    size 72.
+    The contents are undefined. Attention in float32 needs the most: 2.4 MiB for each of torch's threads at 4,096
+    patches of head size 72.
     """
     block: Tensor | None = getattr(_of_this_thread, "block", None)
     if block is None or block.numel() < nbytes:

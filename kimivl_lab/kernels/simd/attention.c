@@ -8,6 +8,8 @@
 // Keys come in runs of RUN, and a run is used for GROUP blocks of queries, while its keys and values are in a near
 // cache. A run's sums start at zero and are then added to O^T, which is rescaled in the same step to the maximum that
 // the run has raised, and a score is the sum of two halves: short sums round less.
+#include "common.h"
+
 #include <float.h>
 #include <immintrin.h>
 #include <string.h>
