@@ -99,9 +99,9 @@ _ = torch.set_grad_enabled(False)
 # [placeholder](GLOSSARY.md#placeholder) for each image token, and the encoder's output is written
 # over these placeholders.
 #
-# MoonViT is a stack of 27 equal **blocks**. The input of each half is added to its output (the
-# [residual](GLOSSARY.md#residual)). The words in the drawing are in the glossary:
-# [norm](GLOSSARY.md#norm), [QKV](GLOSSARY.md#qkv), [RoPE](GLOSSARY.md#rope),
+# MoonViT is a stack of 27 equal **blocks**. A block has two halves, and the input of each half is
+# added to its output (the [residual](GLOSSARY.md#residual)). The words in the drawing are in the
+# glossary: [norm](GLOSSARY.md#norm), [QKV](GLOSSARY.md#qkv), [RoPE](GLOSSARY.md#rope),
 # [attention](GLOSSARY.md#attention), [MLP](GLOSSARY.md#mlp).
 #
 # ```text
@@ -453,9 +453,8 @@ for name, (by_hand, counted) in pairs.items():
 
 # %% [markdown]
 # Then two comparisons: the encoder that is written out above with the library's, and each image
-# alone with the same image in the batch. A check that cannot fail shows nothing. So the third
-# line swaps rows and columns of every grid: the number of patches stays, but they stand at wrong
-# places.
+# alone with the same image in the batch. The third line is a control, which must fail: it swaps
+# rows and columns of every grid, so the patches get wrong places.
 
 # %%
 features = encoder.get_image_features(pixels, grid_hws)
@@ -580,7 +579,7 @@ print(f"none of the matrix products, {idle_share:.0%} of the bytes.")
 #   counted before padding. For a server:
 #   `vllm serve ... --mm-processor-kwargs '{"in_token_limit": 2048}'`. An image of 4,096 patches
 #   or more then has about half as many, and takes less than half the encoder's time. Images below
-#   2,048 patches do not change. The model sees fewer details.
+#   2,048 patches do not change. The model gets fewer details.
 # - **Check:** send one prompt with the image and one without it, one request at a time. The
 #   difference of the two times to first token is the encoder plus the prefill of the image's
 #   tokens. `usage.prompt_tokens` of the two answers differs by

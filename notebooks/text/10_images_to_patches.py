@@ -175,8 +175,8 @@ hint = "the rows of patches come first: patch 1 is right of patch 0"
 check_function("patches of an image", my_cut, cases, hint=hint)
 
 # %% [markdown]
-# The library's processor does all four steps for a whole batch. A panorama, a photograph, a
-# scanned page, an icon and a flag of 6 x 3 pixels go into **one** tensor, the [packed
+# The library's processor does all four steps for a whole batch. A panorama, the photograph china,
+# a scanned page, an icon and a flag of 6 x 3 pixels go into **one** tensor, the [packed
 # sequence](GLOSSARY.md#packed-sequence):
 
 # %%

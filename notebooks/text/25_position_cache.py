@@ -87,8 +87,8 @@ _ = torch.set_grad_enabled(False)
 #
 # - the **key** is what decides the result: $(h, w)$, the dtype and the device;
 # - the **entry** is the embedding: $hw$ vectors of $D = 1{,}152$ numbers. In
-#   [bfloat16](GLOSSARY.md#bfloat16) this is 2,304 bytes for each patch. The grid 36 x 46 (rows x
-#   columns) has 1,656 patches, so its entry has $1{,}656 \cdot 2{,}304$ bytes, 3.6 MiB;
+#   [bfloat16](GLOSSARY.md#bfloat16) this is 2,304 bytes for each patch. The grid 32 x 46 (rows x
+#   columns) of china has 1,472 patches, so its entry has $1{,}472 \cdot 2{,}304$ bytes, 3.2 MiB;
 # - a **hit** is a lookup that finds its entry. A **miss** does not: it computes the embedding and
 #   keeps it. The **hit rate** is the share of hits;
 # - an **eviction** removes an entry, because the cache has reached its bound.

@@ -550,7 +550,7 @@ print(f"A bound in tokens: an image that fills its budget loses {left_out[1]:.0%
 #
 # - **Decide** which attention the encoder uses. You want a variable-length kernel. The
 #   alternatives are a loop over the images (vLLM's SDPA path, as read in release 0.32) or a mask
-#   (SGLang's SDPA path, as read in a copy of 2026).
+#   (SGLang's, as read in release 0.5.23).
 # - **Flags:** vLLM `--mm-encoder-attn-backend`, SGLang `--mm-attention-backend`. Both have the
 #   default `None`: the server chooses by platform. Set the flag if the start-up log shows SDPA on
 #   a GPU that has flash-attn.

@@ -409,7 +409,7 @@ plt.show()
 # *How to read it:* the size of a marker is the number of images. All sizes lie on one point,
 # because one read brings back the grids of all images. Only `per_layer` grows with the blocks.
 #
-# ### Three orders on one clock
+# ### Three forwards on one clock
 #
 # `simulate` plays the counted launches and waits of all three ways. The times are assumed: launch
 # 8 µs, kernel 12 µs, way back 25 µs.

@@ -175,7 +175,7 @@ equal = same(graph.output, tower(other, [(4, 4)]))
 print(f"{len(graph.calls)} operators remembered; the replay equals eager: {equal}")
 
 # %% [markdown]
-# It works for one grid. A replay knows addresses only:
+# It works for one grid. A replay uses addresses only:
 #
 # | | frozen at capture | may change before a replay |
 # |---|---|---|
@@ -273,7 +273,7 @@ print("runner:", lesson.refusal(EncoderCudaGraphRunner(checked, [4]).capture))
 #
 # ### Fault 2: an address changes
 #
-# A graph knows addresses, not names. After `image = torch.randn(...)` the name stands for a new
+# A graph holds addresses, not names. After `image = torch.randn(...)` the name stands for a new
 # address, and the replay still reads the old image. The same holds for a replaced weight.
 
 # %%

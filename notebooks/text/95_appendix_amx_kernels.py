@@ -418,9 +418,10 @@ for way, (rows, length) in ways.items():
 # %% [markdown]
 # Line by line:
 #
-# 1. One tile block of rows first: all of $W$ comes from memory for every 32 rows. Memory cannot
-#    give 32 bytes in a cycle.
-# 2. All rows past one panel: now $x$ does not fit, and comes from memory for every 32 outputs.
+# 1. One tile block of rows after another: all of $W$ comes from memory for every 32 rows. Memory
+#    cannot give 32 bytes in a cycle.
+# 2. Panel after panel: $x$, all rows of it, does not fit a cache, and comes from memory for every
+#    32 outputs.
 # 3. A task's rows fit the second level, and $W$ comes from memory once in a task. But a panel of
 #    $W$ with its rows of $x$ is larger than the first level. So the second level must give nearly
 #    64 bytes in each cycle, all that it has.
