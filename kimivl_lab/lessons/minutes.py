@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 
 from ..datasets import repository_root
-from .course import LINKS
+from .course import LINKS, lessons, title
 
 WORDS_A_MINUTE = 150
 LINES_A_MINUTE = 8
@@ -82,11 +82,13 @@ def table_rows() -> list[list[str]]:
 
 
 def course_map() -> str:
-    """A markdown table of the lessons, with links that work inside the folder of the notebooks."""
-    lines = ["| lesson | question | minutes to do | minutes to run |", "|---|---|---|---|"]
-    for link, question, minutes, machine, _ in table_rows():
-        lines.append(f"| {link.replace('(notebooks/', '(')} | {question} | {minutes} | {machine} |")
-    return "\n".join(lines)
+    """A markdown table of the lessons and pages, with links that work inside the folder of the notebooks."""
+    lines = {row[0]: f"{row[1]} | {row[2]} | {row[3]}" for row in table_rows()}
+    table = ["| lesson | question | minutes to do | minutes to run |", "|---|---|---|---|"]
+    for path in lessons(repository_root() / "notebooks"):
+        words = lines.get(f"[{path.stem}](notebooks/{path.name})", f"{title(path)[3:]}, a page to look things up | |")
+        table.append(f"| [{path.stem}]({path.name}) | {words} |")
+    return "\n".join(table)
 
 
 if __name__ == "__main__":

@@ -429,9 +429,9 @@ plt.show()
 #
 # ## Budgets: rows, and the price of a replay
 #
-# vLLM captures a few budgets and replays each call in the smallest that holds it. **SGLang has no
-# budgets:** as read in its documentation, it captures one graph for each exact length. So this
-# section is about vLLM and this library.
+# vLLM captures a few budgets and replays each call in the smallest that holds it. **SGLang**
+# 0.5.23, as read, has no graphs for Kimi-VL, and for other models one graph for each exact
+# length. So this section is about vLLM and this library.
 #
 # A replay computes all **rows** of its budget; a row is one merged token.
 # [Waste](GLOSSARY.md#waste) is rows computed over real rows. **By hand:** china, coffee and
@@ -600,7 +600,7 @@ print(f"{limits[1]:,} patches a call on an RTX 4090 and {limits[0]:,} on an H100
 #
 # | decision | vLLM | SGLang | default |
 # |---|---|---|---|
-# | graphs on, if most calls lie below your GPU's limit | `--compilation-config '{"cudagraph_mm_encoder": true}'` | `SGLANG_VIT_ENABLE_CUDA_GRAPH=1`, for the models that its page lists | off in both |
+# | graphs on, if most calls lie below your GPU's limit | `--compilation-config '{"cudagraph_mm_encoder": true}'` | `SGLANG_VIT_ENABLE_CUDA_GRAPH=1`, for other models than Kimi-VL | off in both |
 # | budgets from your own sizes | `encoder_cudagraph_token_budgets` in the same JSON | none: one graph for each exact length. Round sizes in the client so that few lengths occur | powers of two from 64 |
 # | images in a replay | `encoder_cudagraph_max_vision_items_per_batch` | none | largest budget / smallest, at most the smallest |
 # | largest default budget | `--max-num-batched-tokens` | none | depends on the GPU: 8,192 on H100, 2,048 on A100, L40S, RTX 4090 |
