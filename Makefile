@@ -12,7 +12,7 @@ NBVAL := -p no:randomly --nbval --nbval-current-env --nbval-sanitize-with=tests/
 ONLY = *
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv run report test test-long engine-venv test-engine lint lab bench refresh notebooks clean $(BENCHES:%=bench-%)
+.PHONY: help .venv run report slides test test-long engine-venv test-engine lint lab bench refresh notebooks clean $(BENCHES:%=bench-%)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[-.a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ run: .venv build/.ladder ## climb the ladder, execute the notebooks here, write 
 
 report: .venv ## build/report/index.html from the saved notebooks, executing nothing
 	$(PY) -m kimivl_lab.report --saved
+
+slides: .venv ## a deck for each lesson with notes in build/slides, and PDFs where Chromium is installed
+	$(PY) -m kimivl_lab.report.slides --pdf
 
 build/.ladder: $(shell find kimivl_lab -name '*.py') | $(INSTALLED)
 	$(PY) -m kimivl_lab.bench.ladder --quick

@@ -79,7 +79,7 @@ class Browser:
 
     def press(self, key: str, text: str = "") -> None:
         """One key, such as "ArrowRight"; `text` is what it writes."""
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text or None)
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def close(self) -> None:

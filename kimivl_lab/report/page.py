@@ -9,7 +9,7 @@ Test: tests/test_report.py, tests/test_report_browser.py.
 import copy
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -157,9 +157,16 @@ def _exporter() -> HTMLExporter:
     )
 
 
-def _write(path: Path, template: str, **values: Any) -> Path:
+def render(template: str, styles: Iterable[str], script: str, **values: Any) -> str:
+    """A template's HTML, with these style sheets and this script of the folder inside it."""
     light, dark = (HtmlFormatter(style=style, nobackground=True).get_style_defs(".highlight") for style in _CODE_STYLES)
-    css = f"{(_FOLDER / 'style.css').read_text()}\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"
-    script = (_FOLDER / "contents.js").read_text()
-    path.write_text(_TEMPLATES.get_template(template).render(css=css, script=script, **values))
+    css = "\n".join((_FOLDER / name).read_text() for name in styles)
+    if "style.css" in styles:
+        light += f"\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"
+    text = (_FOLDER / script).read_text()
+    return _TEMPLATES.get_template(template).render(css=f"{css}\n{light}", script=text, **values)
+
+
+def _write(path: Path, template: str, **values: Any) -> Path:
+    path.write_text(render(template, ("style.css",), "contents.js", **values))
     return path
