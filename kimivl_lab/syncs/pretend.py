@@ -14,7 +14,7 @@ Test: tests/test_syncs.py.
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -434,5 +434,8 @@ _TORCH_CUDA = (
     (torch.cuda, "stream", lambda stream: stream or _STREAM),
     (torch.cuda, "set_stream", lambda stream: None),
     (torch.cuda, "current_device", lambda: DEVICE.index),
+    (torch.cuda, "device", lambda device: nullcontext()),
+    (torch.cuda, "device_of", lambda tensor: nullcontext()),
+    (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
     (torch._C, "_group_tensors_by_device_and_dtype", _group_by_pretended_device),
 )
