@@ -1,5 +1,8 @@
 """An OpenAI-compatible server that computes nothing, for tests: `python stub_server.py OPTIONS` prints its port.
 
+Options beside those of the tests of `ttft`: "port"; "per_token", seconds of the encoder for an image token, which the
+clock of the encoder tells; "answers", other token ids; "die", the number of the request that ends the process.
+
 It decodes no image; it counts tokens from the size in the JPEG header, as the real one counts them from the pixels.
 """
 
@@ -7,14 +10,16 @@ import asyncio
 import base64
 import io
 import json
+import os
 import sys
+import time
 
 from PIL import Image
 
 from kimivl_lab import image_geometry
 
 TEXT, AROUND = 20, 8
-served: dict = {"requests": 0, "ttft_sum": 0.0, "queries": 0, "hits": 0, "seen": set()}
+served: dict = {"requests": 0, "ttft_sum": 0.0, "queries": 0, "hits": 0, "seen": set(), "encoder": 0.0, "queue": 0.0}
 options: dict = {}
 encoder = asyncio.Lock()
 
@@ -30,6 +35,11 @@ async def answer(reader, writer):
                 reply(writer, 200, json.dumps({"data": [{"id": name} for name in options.get("models", ["stub"])]}))
             elif path == "/metrics":
                 reply(writer, 404 if options.get("no_metrics") else 200, metrics())
+            elif path in ("/health", "/version"):
+                reply(writer, 200, json.dumps({"version": "stub"}))
+            elif path == "/collective_rpc":
+                reply(writer, 200, json.dumps({"results": [{"all": {"encoder_forward_secs": served["encoder"]}}]}))
+                served["encoder"] = 0.0
             else:
                 await chat(writer, json.loads(body))
             await writer.drain()
@@ -50,6 +60,10 @@ def metrics():
         f'vllm:mm_cache_hits_total{{engine="0"}} {served["hits"]}.0\n'
         f'vllm:time_to_first_token_seconds_sum{{engine="0"}} {served["ttft_sum"]}\n'
         f'vllm:time_to_first_token_seconds_count{{engine="0"}} {served["requests"]}.0\n'
+        f'vllm:request_queue_time_seconds_sum{{engine="0"}} {served["queue"]}\n'
+        f'vllm:request_prefill_time_seconds_sum{{engine="0"}} {served["ttft_sum"]}\n'
+        f'vllm:request_decode_time_seconds_sum{{engine="0"}} 0.0\n'
+        f'vllm:request_decode_time_seconds_count{{engine="0"}} {served["requests"]}.0\n'
     )
 
 
@@ -67,9 +81,19 @@ async def chat(writer, body):
         served["hits"] += data in served["seen"] or bool(options.get("always_hits"))
         served["seen"].add(data)
         tokens += image_geometry(*Image.open(io.BytesIO(data)).size).tokens
+    if number == options.get("die"):
+        os._exit(3)
+    delay, encoding = options.get("delay", 0.002), options.get("per_token", 0.0) * tokens
+    came = time.perf_counter()
     async with encoder:  # one request at a time, as one encoder
-        await asyncio.sleep(options.get("delay", 0.002))
-    served["ttft_sum"] += options.get("delay", 0.002)
+        served["queue"] += time.perf_counter() - came
+        await asyncio.sleep(delay + encoding)
+    served["encoder"] += encoding
+    served["ttft_sum"] += delay + encoding
+    if not body.get("stream"):
+        ids = [tokens, options.get("answers", 0)]
+        choice = {"message": {"content": str(ids)}, "token_ids": ids}
+        return reply(writer, 200, json.dumps({"choices": [choice]}))
     if mode == "hang":
         return await asyncio.sleep(3600)
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -101,7 +125,7 @@ def chunk(writer, data):
 
 
 async def main():
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, limit=2**26)
+    server = await asyncio.start_server(answer, "127.0.0.1", options.get("port", 0), limit=2**26)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

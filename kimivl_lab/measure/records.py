@@ -78,6 +78,11 @@ class Recorder:
         self._file.flush()
         self.rows.append(dict(row))
 
+    def describe(self, **settings: Any) -> None:
+        """Adds provenance that is known only while the work runs, such as the version of a server."""
+        self._provenance |= settings
+        self._write_sidecar(finished=False)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

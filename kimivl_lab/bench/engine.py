@@ -1,0 +1,509 @@
+"""Time to first token of a real vLLM server with and without this library's parts, under load.
+
+    python -m kimivl_lab.bench.engine [--quick] [--minutes 14] [--engine-python .engine-venv/bin/python] [--out DIR]
+    python -m kimivl_lab.bench.engine --simulate RECORD [--out DIR]
+
+The arms are servers of one checkpoint: "vllm" (vLLM's tower and metadata), "metadata" and "tower" (see `engines.vllm`).
+All of them use this library's processor, because vLLM has none for Kimi-VL. Servers are started one at a time, each arm
+several times, in random order. The phases of the record:
+
+    capacity     requests a second that "vllm" answers when all of them are there at once
+    check        answers of an arm that differ from those of "vllm"; in float32 none may, or the arm is not timed
+    calibration  requests one at a time: the engine's own clocks of the encoder and of the prefill
+    restart      one load on one started server: the same arrivals and pixels for each arm
+    load         the restarts of one load together; ratios are to "vllm", request by request, with a 99 % interval
+
+and those of `bench.engine_simulation`, which --simulate computes again from the rows of a record, without an engine.
+Times to first token are the client's, from the intended arrival. `encoder_ms`, `prefill_ms` (which contains it) and
+`queue_ms` are the engine's, as means of a request; `outside_ms` is what the client waits beside both.
+
+Test: tests/test_engine_bench.py. Record: engine__*.csv.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from subprocess import Popen
+from typing import Any
+
+import httpx
+import torch
+
+from ..engines.client import SERVER_TTFT, Endpoint, EndpointError, Outcome, run_load
+from ..engines.load import Request, message
+from ..engines.load_statistics import compare
+from ..engines.server import ServerError, free_port, log_end, own_group, wait_for_health
+from ..kimi_vl.random_checkpoint import write_random_checkpoint
+from ..measure.records import Recorder, read_record
+from . import harness
+from .engine_simulation import SHARES, WORKLOADS, drawn, simulated_rows, ttft_columns
+from .harness import Row
+
+ARMS = {"vllm": ["processor"], "metadata": ["processor", "metadata"], "tower": ["processor", "tower"]}
+# A checkpoint that two cores can serve: heads as published, layers and widths so that the encoder has about the half of
+# a prompt's time, as the published model's FLOPs have (3.4 GFLOP a token in the encoder, 5.6 in the language model).
+VISION = {"hidden_size": 144, "num_hidden_layers": 8, "num_attention_heads": 2, "intermediate_size": 538}
+TEXT = {
+    **{"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1408, "moe_intermediate_size": 176},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 2},
+}
+REQUESTS = {"light": 20, "half": 32, "high": 50}  # of a load on one started server
+QUICK_REQUESTS = {"light": 4, "half": 8, "high": 20}
+CALIBRATION = (((224, 224),), ((448, 448),), ((448, 448),) * 2, ((448, 448),) * 4)
+QUESTION = "Describe the image."
+NEW_TOKENS = 4
+_ASKED = 12  # new tokens of a checked answer
+_PAIRS = 20  # requests that a comparison needs
+_SUMS = {
+    "queue_ms": "vllm:request_queue_time_seconds_sum",
+    "prefill_ms": "vllm:request_prefill_time_seconds_sum",
+    "decode_ms": "vllm:request_decode_time_seconds_sum",
+    "server_ttft_ms": f"{SERVER_TTFT}_sum",
+}
+_COUNT = "vllm:request_decode_time_seconds_count"
+COLUMNS = (
+    *("case", "variant", "phase", "workload", "policy", "load_share", "arrivals_per_s", "restart_count"),
+    *("requests_count", "failed_count", "images", "tokens", "prompt_tokens", "answered_per_s"),
+    *("ttft_ms", "ttft_low_ms", "ttft_high_ms", "ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99"),
+    *("ttft_p99_low_ms", "ttft_p99_high_ms", "encoder_ms", "encoder_share", "outside_ms", *_SUMS),
+    *("ttft_ratio", "ttft_low_ratio", "ttft_high_ratio", "ttft_p99_ratio"),
+    *("encoder_ratio", "encoder_low_ratio", "encoder_high_ratio"),
+    *("ranks_count", "batched_tokens", "error_ratio", "relative_error", "note"),
+)
+
+
+@dataclass
+class Measured:
+    """Requests with what became of them, and the seconds that the engine's clocks moved meanwhile, by column."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    clocks: dict[str, float] = field(default_factory=dict)
+    encoder: list[float] = field(default_factory=list)  # seconds of each request, in the order of encoding
+    seconds: float = 0.0
+
+    @property
+    def answered(self) -> list[Outcome]:
+        return [one for one in self.outcomes if not one.failure]
+
+    def add(self, other: "Measured") -> None:
+        self.outcomes += other.outcomes
+        self.encoder += other.encoder
+        self.seconds += other.seconds
+        for name, seconds in other.clocks.items():
+            self.clocks[name] = self.clocks.get(name, 0.0) + seconds
+
+    def row(self) -> Row:
+        """Columns of the client's and the engine's times; those of the engine are means of an answered request."""
+        answered = self.answered
+        row: Row = {"requests_count": len(self.outcomes), "failed_count": len(self.outcomes) - len(answered)}
+        if not answered:
+            return row
+        row |= {"images": round(sum(one.images for one in answered) / len(answered), 1)}
+        row |= {"tokens": round(sum(one.image_tokens for one in answered) / len(answered), 1)}
+        row |= {"answered_per_s": round(len(answered) / self.seconds, 4)}
+        row |= {name: round(1e3 * seconds / len(answered), 3) for name, seconds in self.clocks.items()}
+        row |= ttft_columns([one.ttft_ms / 1e3 for one in answered if one.ttft_ms is not None])
+        if "encoder_ms" in row:
+            row["encoder_share"] = round(min(1.0, row["encoder_ms"] / row["ttft_ms"]), 4)
+        return row
+
+
+class EngineBench:
+    """One run: starts the servers, checks and times them, and records each row when it is known."""
+
+    def __init__(self, options: argparse.Namespace, recorder: Recorder, checkpoint: Path, settings: Mapping[str, Any]):
+        self.options, self.recorder, self.checkpoint, self.settings = options, recorder, checkpoint, settings
+        self.started = time.monotonic()
+        self.answers: list[Any] | None = None  # of "vllm"
+        self.rates: dict[str, float] = {}  # of each workload: the capacity
+        self.requests = dict(QUICK_REQUESTS if options.quick else REQUESTS)
+        self.loads: dict[tuple[str, str, str], Measured] = {}  # by arm, workload and share
+        self.versions: set[str] = set()
+
+    def run(self) -> None:
+        """Every restart of every arm. ServerError, EndpointError: a server did not come up, or answered nothing."""
+        chance = random.Random(self.options.seed)
+        orders = [chance.sample(list(ARMS), len(ARMS)) for _ in range(self.options.restarts)]
+        if self.options.quick:  # the first server also gives the capacity
+            orders = [["vllm", *(arm for arm in order if arm != "vllm")] for order in orders]
+        else:
+            self._session("vllm", None)
+        for restart, order in enumerate(orders, start=1):
+            for arm in order:
+                self._session(arm, restart)
+
+    def _session(self, arm: str, restart: int | None) -> None:
+        begun = time.monotonic()
+        with self._served(arm) as (url, process, log):
+            harness.progress(f"engine {arm}, restart {restart or 0}: up after {time.monotonic() - begun:.0f} s")
+            try:
+                asyncio.run(self._measure(arm, restart, url, begun))
+            except (EndpointError, ServerError, httpx.HTTPError) as error:
+                end = f": {log_end(log)[-1000:]}" if process.poll() is not None else ""
+                raise ServerError(f"server {arm!r}, restart {restart or 0}: {error}{end}") from error
+
+    @contextmanager
+    def _served(self, arm: str) -> Generator[tuple[str, Popen[bytes], Path]]:
+        port = free_port()
+        log = self.recorder.path.parent / "engine_logs" / f"{arm}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        overrides = {"architectures": ["KimiVLLabForConditionalGeneration"], "kimivl_lab_parts": ARMS[arm]}
+        root = Path(__file__).resolve().parents[2]
+        environment = {
+            **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},  # vLLM sets its own
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
+            **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"},
+            "VLLM_CACHE_ROOT": str(log.parent / "cache"),
+        }
+        command = [
+            *(
+                self.options.engine_python,
+                "-m",
+                "kimivl_lab.engines.vllm.timed_server",
+                "--model",
+                str(self.checkpoint),
+            ),
+            *("--served-model-name", "kimi-vl", "--host", "127.0.0.1", "--port", str(port)),
+            *("--dtype", self.options.dtype, "--max-model-len", str(self.options.batched_tokens)),
+            *(
+                "--max-num-batched-tokens",
+                str(self.options.batched_tokens),
+                "--max-num-seqs",
+                str(self.options.requests),
+            ),
+            *("--mm-processor-kwargs", json.dumps({"in_token_limit": self.options.in_token_limit})),
+            *("--limit-mm-per-prompt", json.dumps({"image": 8}), "--hf-overrides", json.dumps(overrides)),
+            *shlex.split(self.options.server_options),
+        ]
+        if self.options.device == "cpu":
+            environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+            command.append("--enforce-eager")
+        with own_group(command, log, environment) as process:
+            url = f"http://127.0.0.1:{port}"
+            wait_for_health(url, process, log, self.options.start_limit)
+            yield url, process, log
+
+    async def _measure(self, arm: str, restart: int | None, url: str, begun: float) -> None:
+        async with Endpoint(url, "kimi-vl", timeout=self.options.timeout) as endpoint:
+            with_version = await endpoint.client.get(f"{url}/version")
+            self.versions.add(with_version.json()["version"] if with_version.status_code == 200 else "not told")
+            if not await self._same_answers(arm, restart, endpoint):
+                return
+            await self._calibrate(arm, restart, endpoint)
+            if not self.rates:
+                await self._capacity(endpoint)
+                self._fit_the_time(time.monotonic() - begun)
+            if restart is None:
+                return
+            loads = [(workload, share) for workload in WORKLOADS for share in SHARES]
+            random.Random(f"{self.options.seed} {restart}").shuffle(loads)
+            for workload, share in loads:
+                await self._load(arm, restart, workload, share, endpoint)
+
+    async def _same_answers(self, arm: str, restart: int | None, endpoint: Endpoint) -> bool:
+        asked = [Request(0, 0.0, (), 0)]
+        asked += [drawn(self.settings, workload, "light", 0, 1, 1.0)[0] for workload in WORKLOADS]
+        answers = [await self._answer(endpoint, request) for request in asked]
+        if self.answers is None:
+            self.answers = answers
+        different = sum(one != other for one, other in zip(answers, self.answers, strict=True)) / len(answers)
+        row = {"case": "answers", "variant": arm, "phase": "check", "requests_count": len(asked)}
+        self.recorder.add(row | {"restart_count": restart or 0, "relative_error": round(different, 4)})
+        if different and self.options.dtype == "float32":
+            harness.progress(f"engine {arm}: {different:.0%} of the answers differ from vllm's, so it is not timed")
+            return False
+        return True
+
+    async def _answer(self, endpoint: Endpoint, request: Request) -> Any:
+        body = {"model": "kimi-vl", "messages": [message(request, QUESTION)], "max_tokens": _ASKED, "temperature": 0}
+        response = await endpoint.client.post(
+            f"{endpoint.root}/v1/chat/completions", json=body | {"return_token_ids": True}
+        )
+        if response.status_code != 200:
+            raise ServerError(f"HTTP {response.status_code} to a checked request: {response.text[:300]}")
+        choice = response.json()["choices"][0]
+        return choice.get("token_ids") or choice["message"]["content"]
+
+    async def _calibrate(self, arm: str, restart: int | None, endpoint: Endpoint) -> None:
+        """Each size alone, some times in turn; the first of each is not counted. Medians."""
+        repeats = 3 if self.options.quick else 6
+        found: dict[tuple[tuple[int, int], ...], list[Row]] = {sizes: [] for sizes in CALIBRATION}
+        for repeat in range(repeats):
+            for sizes in CALIBRATION:
+                seed = 1000 * repeat + CALIBRATION.index(sizes)
+                one = await self._timed(endpoint, [Request(0, 0.0, sizes, seed)], salt=1 + (restart or 0))
+                if repeat and one.answered:
+                    prompt = one.answered[0].prompt_tokens or 0
+                    steps = max(1, (one.answered[0].new_tokens or 1) - 1)
+                    found[sizes].append(
+                        {**one.clocks, "ttft": one.answered[0].ttft_ms, "prompt": prompt, "steps": steps}
+                    )
+                    counts = {"images": len(sizes), "tokens": one.answered[0].image_tokens, "prompt_tokens": prompt}
+                    found[sizes][-1]["counts"] = counts
+        for sizes, times in found.items():
+            if not times:
+                raise ServerError(f"a single request with {len(sizes)} images was not answered")
+            row: Row = {"case": f"{len(sizes)} of {sizes[0][0]}x{sizes[0][1]}", "variant": arm, "phase": "calibration"}
+            row |= {"restart_count": restart or 0, "requests_count": len(times), **times[0]["counts"]}
+            row["ttft_ms"] = round(median(one["ttft"] for one in times), 3)
+            for name in times[0].keys() & {*_SUMS, "encoder_ms"}:
+                row[name] = round(1e3 * median(one[name] for one in times), 3)
+            if "prefill_ms" in row:
+                row["decode_ms"] = round(row["decode_ms"] / times[0]["steps"], 3)  # of one step
+                outside = median(one["ttft"] - 1e3 * (one["queue_ms"] + one["prefill_ms"]) for one in times)
+                row["outside_ms"] = round(max(0.0, outside), 3)
+            self.recorder.add(row)
+
+    async def _capacity(self, endpoint: Endpoint) -> None:
+        for workload in WORKLOADS:
+            count = 10 if self.options.quick else 24
+            requests = drawn(self.settings, workload, "high", 0, count, 1e6)
+            found = await self._timed(endpoint, requests, salt=0)
+            if len(found.answered) < count:
+                raise ServerError(f"{count - len(found.answered)} of {count} requests at once failed")
+            self.rates[workload] = count / found.seconds
+            row = {"case": workload, "variant": "vllm", "phase": "capacity", "workload": workload}
+            self.recorder.add(row | {"arrivals_per_s": self.rates[workload], **found.row(), "note": "all at once"})
+
+    def _fit_the_time(self, first: float) -> None:
+        """Fewer requests where the planned ones would not end in the given minutes; 20 of each load at least."""
+        servers = len(ARMS) * self.options.restarts - (1 if self.options.quick else 0)
+        left = 60 * self.options.minutes - (time.monotonic() - self.started) - servers * first
+        needed = sum(self.requests[name] / (SHARES[name] * rate) for name in SHARES for rate in self.rates.values())
+        scale = left / (1.1 * needed * len(ARMS) * self.options.restarts)
+        if scale < 1 and not self.options.quick:
+            self.requests = {name: max(_PAIRS, int(scale * count)) for name, count in self.requests.items()}
+        harness.progress(
+            f"engine: capacity {', '.join(f'{rate:.2f}/s {name}' for name, rate in self.rates.items())}; requests of a "
+            f"load {self.requests}; about {max(needed, 0) * len(ARMS) * self.options.restarts * min(scale, 1):.0f} s"
+        )
+
+    async def _load(self, arm: str, restart: int, workload: str, share: str, endpoint: Endpoint) -> None:
+        rate, count = SHARES[share] * self.rates[workload], self.requests[share]
+        requests = drawn(self.settings, workload, share, restart, count, rate)
+        found = await self._timed(endpoint, requests, salt=10 + restart)
+        row: Row = {"case": f"{workload} {share}", "variant": arm, "phase": "restart", "workload": workload}
+        row |= {"load_share": SHARES[share], "arrivals_per_s": rate, "restart_count": restart}
+        self.recorder.add(row | found.row() | {"note": failures(found)})
+        if not found.answered:
+            raise ServerError(f"none of {count} requests was answered: {failures(found)}")
+        self.loads.setdefault((arm, workload, share), Measured()).add(found)
+
+    async def _timed(self, endpoint: Endpoint, requests: Sequence[Request], salt: int) -> Measured:
+        """Sends requests at their arrivals, between two looks at the engine's clocks."""
+        bodies = await asyncio.to_thread(
+            lambda: [endpoint.body(message(request, QUESTION, salt), NEW_TOKENS) for request in requests]
+        )
+        limit = self.settings["in_token_limit"]
+        outcomes = [Outcome(one.index, one.arrival, len(one.sizes), one.image_tokens(limit)) for one in requests]
+        await self._encoder_seconds(endpoint)  # forgets earlier requests
+        before = await endpoint.metrics()
+        last = requests[-1].arrival + 60 + 2 * self.options.timeout
+        seconds = await run_load(endpoint, requests, bodies, outcomes, lambda _: None, time_limit=last)
+        answered = sum(not one.failure for one in outcomes)
+        for _ in range(20):  # the server counts a request after it has sent its last byte
+            after = await endpoint.metrics()
+            if _COUNT not in after or after[_COUNT] - before.get(_COUNT, 0) >= answered:
+                break
+            await asyncio.sleep(0.05)
+        clocks = {name: after[key] - before.get(key, 0.0) for name, key in _SUMS.items() if key in after}
+        encoder = await self._encoder_seconds(endpoint)
+        if encoder:
+            clocks["encoder_ms"] = sum(encoder)
+        return Measured(outcomes, clocks, encoder, seconds)
+
+    async def _encoder_seconds(self, endpoint: Endpoint) -> list[float]:
+        """The engine's own clock of its encoder, for each request since the last call; empty where it has none.
+
+        Requests that are encoded in one call share its time evenly. Of several ranks the slowest counts.
+        """
+        body = {"method": "get_encoder_timing_stats"}
+        try:
+            response = await endpoint.client.post(f"{endpoint.root}/collective_rpc", json=body)
+        except httpx.HTTPError:
+            return []
+        if response.status_code != 200:
+            return []
+        ranks = [[one["encoder_forward_secs"] for one in rank.values()] for rank in response.json()["results"] if rank]
+        return max(ranks, key=sum, default=[])
+
+    def pooled_rows(self) -> Iterator[Row]:
+        """The restarts of each load together, with ratios to "vllm" of the requests that both answered."""
+        for (arm, workload, share), found in self.loads.items():
+            row: Row = {"case": f"{workload} {share}", "variant": arm, "phase": "load", "workload": workload}
+            row |= {"load_share": SHARES[share], "arrivals_per_s": SHARES[share] * self.rates[workload]}
+            row |= {"restart_count": len(found.outcomes) // self.requests[share], "relative_error": 0, **found.row()}
+            base = self.loads.get(("vllm", workload, share))
+            if base is None or arm == "vllm" or len(base.outcomes) != len(found.outcomes):
+                yield row  # the other arm lacks a restart
+                continue
+            pairs = [
+                (one.ttft_ms, other.ttft_ms)
+                for one, other in zip(base.outcomes, found.outcomes, strict=True)
+                if one.ttft_ms is not None and other.ttft_ms is not None and not one.failure and not other.failure
+            ]
+            if len(pairs) >= _PAIRS:
+                told = compare([one for one, _ in pairs], [other for _, other in pairs])
+                ratio = told["mean"].ratio
+                row |= {"ttft_ratio": round(ratio.value, 4), "ttft_low_ratio": round(ratio.low, 4)}
+                row |= {"ttft_high_ratio": round(ratio.high, 4), "note": told["mean"].verdict.replace("B", arm)}
+                row["ttft_p99_ratio"] = round(told["P99"].ratio.value, 4)
+            if _PAIRS <= len(base.encoder) == len(found.encoder):
+                ratio = compare(base.encoder, found.encoder)["mean"].ratio
+                row |= {"encoder_ratio": round(ratio.value, 4), "encoder_low_ratio": round(ratio.low, 4)}
+                row["encoder_high_ratio"] = round(ratio.high, 4)
+            yield row
+
+
+def failures(found: Measured) -> str:
+    """How many requests failed, by kind; "" for none."""
+    kinds = [one.failure for one in found.outcomes if one.failure]
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """The record in a few numbers."""
+    loads = [row for row in rows if row["phase"] == "load"]
+    ratios = {f"{row['variant']}, {row['case']}": row for row in loads if row.get("ttft_ratio")}
+    errors = [abs(row["error_ratio"] - 1) for row in rows if row["phase"] == "simulation"]
+    return {
+        "ttft_ms": {f"{row['variant']}, {row['case']}": row["ttft_ms"] for row in loads},
+        "ttft_ratio": {
+            name: [row["ttft_ratio"], row["ttft_low_ratio"], row["ttft_high_ratio"], row["note"]]
+            for name, row in ratios.items()
+        },
+        "encoder_ratio": {name: row.get("encoder_ratio") for name, row in ratios.items()},
+        "encoder_share": {row["case"]: row.get("encoder_share") for row in loads if row["variant"] == "vllm"},
+        "median_simulation_error": round(median(errors), 4) if errors else None,
+    }
+
+
+@contextmanager
+def _ends_on_signals() -> Generator[None]:
+    """SIGTERM and SIGHUP end the run as Ctrl-C does: the servers have groups of their own and get neither."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Runs the benchmark; 1 if it was stopped by a server or a signal, or if an arm's answers differ."""
+    settings = harness.settings(options, **settings_of(options))
+    stopped, recorder = "", partial(Recorder, directory=options.out, device=options.device, settings=settings)
+    with tempfile.TemporaryDirectory() as folder, _ends_on_signals():
+        checkpoint = options.checkpoint
+        if checkpoint is None:
+            dtype = getattr(torch, options.dtype)
+            checkpoint = write_random_checkpoint(
+                Path(folder) / "model", vocab_size=2048, dtype=dtype, vision=VISION, text=TEXT
+            )
+        try:
+            with recorder("engine", options.dtype, COLUMNS) as record:
+                bench = EngineBench(options, record, checkpoint, settings)
+                try:
+                    bench.run()
+                except (ServerError, KeyboardInterrupt) as error:
+                    stopped = str(error) or "interrupted"
+                    harness.progress(f"engine: stopped. {stopped}")
+                record.describe(engine=sorted(bench.versions), stopped=stopped)
+                for row in bench.pooled_rows():
+                    record.add(row)
+                try:
+                    for row in simulated_rows(record.rows, settings):
+                        record.add(row)
+                except ValueError as error:
+                    harness.progress(f"engine: nothing simulated, {error}")
+                if stopped:
+                    raise ServerError(stopped)
+        except ServerError:
+            pass
+    harness.progress(f"wrote {record.path}")
+    untimed = [row["variant"] for row in record.rows if row["phase"] == "check" and row["relative_error"]]
+    harness.finish(
+        {"benchmark": "engine", "stopped": stopped, "other_answers": sorted(set(untimed)), **summary(record.rows)}
+    )
+    return 1 if stopped or (untimed and options.dtype == "float32") else 0
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What the simulation needs to know, beside the rows, and what a reader does."""
+    return {
+        "timer": "the client's clock, from the intended arrival",
+        "restarts": options.restarts,
+        "batched_tokens": options.batched_tokens,
+        "max_requests": options.requests,
+        "in_token_limit": options.in_token_limit,
+        "new_tokens": NEW_TOKENS,
+        "chunked": options.device != "cpu",  # vLLM's attention for Kimi-VL cannot on a CPU
+        "arms": ARMS,
+        "checkpoint": options.checkpoint.name if options.checkpoint else {"vision": VISION, "text": TEXT},
+        "server_options": options.server_options,
+    }
+
+
+def simulate_record(path: Path, out: Path) -> None:
+    """The simulated phases of a record again, as a record of its own in `out`."""
+    rows, origin = read_record(path)
+    measured = [row for row in rows if row["phase"] in ("capacity", "calibration", "restart", "load")]
+    parts = path.stem.split("__")
+    with Recorder("engine_simulation", parts[2], COLUMNS, directory=out, settings={"source": path.name}) as record:
+        for row in simulated_rows(measured, origin):
+            record.add(row)
+    harness.progress(f"wrote {record.path}")
+    harness.finish({"benchmark": "engine", **summary(record.rows)})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = harness.parser("engine", __doc__)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="%(default)s")
+    parser.add_argument(
+        "--engine-python", default=".engine-venv/bin/python", help="of vLLM's environment (%(default)s)"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="folder of a Kimi-VL model; a small random one is made otherwise"
+    )
+    parser.add_argument("--minutes", type=float, default=14, help="of the whole run, about (%(default)s)")
+    parser.add_argument("--restarts", type=int, help="of each arm's server (2, with --quick 1)")
+    parser.add_argument("--batched-tokens", type=int, default=4096, help="--max-num-batched-tokens (%(default)s)")
+    parser.add_argument("--requests", type=int, default=16, help="--max-num-seqs (%(default)s)")
+    parser.add_argument("--in-token-limit", type=int, help="patches of an image at most (1024 on a CPU, else 4096)")
+    parser.add_argument("--server-options", default="", help="further options of every server, as one text")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds of a request (%(default)s)")
+    parser.add_argument("--start-limit", type=float, default=240, help="seconds of a server's start (%(default)s)")
+    parser.add_argument("--simulate", type=Path, metavar="RECORD", help="only simulate, from the rows of a record")
+    options = parser.parse_args(arguments)
+    if options.simulate:
+        return simulate_record(options.simulate, options.out)
+    if not Path(options.engine_python).exists():
+        parser.error(
+            f"{options.engine_python} does not exist: `make engine-venv` makes .engine-venv, or name another one"
+        )
+    options.restarts = options.restarts or (1 if options.quick else 2)
+    options.in_token_limit = options.in_token_limit or (1024 if options.device == "cpu" else 4096)
+    sys.exit(measure(options))
+
+
+if __name__ == "__main__":
+    main()
