@@ -4,8 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 ENGINE := .engine-venv
-# gpu_suite runs the others on a GPU
-BENCHES = $(filter-out gpu_suite,$(patsubst kimivl_lab/bench/%.py,%,$(shell grep -l __main__ kimivl_lab/bench/*.py)))
+# gpu_suite runs the others on a GPU; engine needs the environment of vLLM and a quiet machine
+BENCHES = $(filter-out gpu_suite engine,$(patsubst kimivl_lab/bench/%.py,%,$(shell grep -l __main__ kimivl_lab/bench/*.py)))
 PAGE := notebooks/90_engines_side_by_side.md
 NBVAL := -p no:randomly --nbval --nbval-current-env --nbval-sanitize-with=tests/nbval_sanitize.cfg --nbval-cell-timeout=300
 

@@ -103,16 +103,18 @@ def outcomes(times):
 
 
 def test_the_ratios_are_to_vllm_and_of_the_requests_that_both_answered():
-    made = EngineBench(argparse.Namespace(quick=True), Mock(), Path(), {})
+    made = EngineBench(argparse.Namespace(quick=True, checkpoint=None), Mock(), Path(), {})
     made.rates = {"receipts": 2.0}
     times = [100.0 + n for n in range(40)]
     faster = [0.8 * time for time in times[:-1]]
     for arm, found in {"vllm": times, "metadata": times, "tower": [*faster, 0]}.items():
         encoder = [time * (0.5 if arm == "tower" else 1) / 1e3 for time in times]
         measured = Measured(outcomes(found), {"encoder_ms": sum(encoder)}, encoder, seconds=20.0)
-        made.loads[arm, "receipts", "high"] = measured
+        made.loads[arm, "receipts", "high"], made.different[arm] = {2: measured}, 0.0
+    made.loads["vllm", "receipts", "high"][1] = Measured(outcomes([119.5] * 20), {}, [], 10.0)  # the others lack it
     vllm, metadata, tower = made.pooled_rows()
     assert "ttft_ratio" not in vllm and vllm["arrivals_per_s"] == 1.6 and vllm["ttft_ms"] == 119.5
+    assert (vllm["requests_count"], vllm["restart_count"], tower["restart_count"]) == (60, 2, 1)
     assert (metadata["ttft_ratio"], metadata["note"]) == (1, "no difference shown")
     assert tower["failed_count"] == 1 and tower["answered_per_s"] == 39 / 20
     assert tower["ttft_low_ratio"] <= 0.8 <= tower["ttft_high_ratio"] and tower["note"] == "tower is faster"

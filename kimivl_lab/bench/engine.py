@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,12 +99,16 @@ class Measured:
     def answered(self) -> list[Outcome]:
         return [one for one in self.outcomes if not one.failure]
 
-    def add(self, other: "Measured") -> None:
-        self.outcomes += other.outcomes
-        self.encoder += other.encoder
-        self.seconds += other.seconds
-        for name, seconds in other.clocks.items():
-            self.clocks[name] = self.clocks.get(name, 0.0) + seconds
+    @classmethod
+    def of(cls, parts: Iterable["Measured"]) -> "Measured":
+        """All parts one after another."""
+        whole = cls()
+        for part in parts:
+            whole.outcomes += part.outcomes
+            whole.encoder += part.encoder
+            whole.seconds += part.seconds
+            whole.clocks = {name: whole.clocks.get(name, 0.0) + value for name, value in part.clocks.items()}
+        return whole
 
     def row(self) -> Row:
         """Columns of the client's and the engine's times; those of the engine are means of an answered request."""
@@ -125,13 +129,16 @@ class Measured:
 class EngineBench:
     """One run: starts the servers, checks and times them, and records each row when it is known."""
 
-    def __init__(self, options: argparse.Namespace, recorder: Recorder, checkpoint: Path, settings: Mapping[str, Any]):
-        self.options, self.recorder, self.checkpoint, self.settings = options, recorder, checkpoint, settings
+    def __init__(self, options: argparse.Namespace, recorder: Recorder, folder: Path, settings: Mapping[str, Any]):
+        """`folder` is for a checkpoint, where the options name none, for logs and for what vLLM caches."""
+        self.options, self.recorder, self.folder, self.settings = options, recorder, folder, settings
+        self.checkpoint = options.checkpoint or folder / "model"
         self.started = time.monotonic()
         self.answers: list[Any] | None = None  # of "vllm"
         self.rates: dict[str, float] = {}  # of each workload: the capacity
         self.requests = dict(QUICK_REQUESTS if options.quick else REQUESTS)
-        self.loads: dict[tuple[str, str, str], Measured] = {}  # by arm, workload and share
+        self.different: dict[str, float] = {}  # of each arm: the share of checked answers that are not those of "vllm"
+        self.loads: dict[tuple[str, str, str], dict[int, Measured]] = {}  # by arm, workload and share; then by restart
         self.versions: set[str] = set()
 
     def run(self) -> None:
@@ -144,7 +151,12 @@ class EngineBench:
             self._session("vllm", None)
         for restart, order in enumerate(orders, start=1):
             for arm in order:
+                begun = time.monotonic()
                 self._session(arm, restart)
+                takes, left = time.monotonic() - begun, 60 * self.options.minutes - (time.monotonic() - self.started)
+                if restart > 1 and takes > 1.2 * left and (restart, arm) != (len(orders), order[-1]):
+                    harness.progress(f"engine: {left:.0f} s left, too few for another server")
+                    return
 
     def _session(self, arm: str, restart: int | None) -> None:
         begun = time.monotonic()
@@ -159,32 +171,21 @@ class EngineBench:
     @contextmanager
     def _served(self, arm: str) -> Generator[tuple[str, Popen[bytes], Path]]:
         port = free_port()
-        log = self.recorder.path.parent / "engine_logs" / f"{arm}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log = self.folder / f"{arm}.log"
         overrides = {"architectures": ["KimiVLLabForConditionalGeneration"], "kimivl_lab_parts": ARMS[arm]}
         root = Path(__file__).resolve().parents[2]
         environment = {
             **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},  # vLLM sets its own
             "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
             **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"},
-            "VLLM_CACHE_ROOT": str(log.parent / "cache"),
+            "VLLM_CACHE_ROOT": str(self.folder / "cache"),
         }
+        tokens, program = str(self.options.batched_tokens), "kimivl_lab.engines.vllm.timed_server"
         command = [
-            *(
-                self.options.engine_python,
-                "-m",
-                "kimivl_lab.engines.vllm.timed_server",
-                "--model",
-                str(self.checkpoint),
-            ),
+            *(self.options.engine_python, "-m", program, "--model", str(self.checkpoint)),
             *("--served-model-name", "kimi-vl", "--host", "127.0.0.1", "--port", str(port)),
-            *("--dtype", self.options.dtype, "--max-model-len", str(self.options.batched_tokens)),
-            *(
-                "--max-num-batched-tokens",
-                str(self.options.batched_tokens),
-                "--max-num-seqs",
-                str(self.options.requests),
-            ),
+            *("--dtype", self.options.dtype, "--max-model-len", tokens, "--max-num-batched-tokens", tokens),
+            *("--max-num-seqs", str(self.options.requests)),
             *("--mm-processor-kwargs", json.dumps({"in_token_limit": self.options.in_token_limit})),
             *("--limit-mm-per-prompt", json.dumps({"image": 8}), "--hf-overrides", json.dumps(overrides)),
             *shlex.split(self.options.server_options),
@@ -221,8 +222,9 @@ class EngineBench:
         if self.answers is None:
             self.answers = answers
         different = sum(one != other for one, other in zip(answers, self.answers, strict=True)) / len(answers)
+        self.different[arm] = round(different, 4)
         row = {"case": "answers", "variant": arm, "phase": "check", "requests_count": len(asked)}
-        self.recorder.add(row | {"restart_count": restart or 0, "relative_error": round(different, 4)})
+        self.recorder.add(row | {"restart_count": restart or 0, "relative_error": self.different[arm]})
         if different and self.options.dtype == "float32":
             harness.progress(f"engine {arm}: {different:.0%} of the answers differ from vllm's, so it is not timed")
             return False
@@ -298,10 +300,10 @@ class EngineBench:
         found = await self._timed(endpoint, requests, salt=10 + restart)
         row: Row = {"case": f"{workload} {share}", "variant": arm, "phase": "restart", "workload": workload}
         row |= {"load_share": SHARES[share], "arrivals_per_s": rate, "restart_count": restart}
-        self.recorder.add(row | found.row() | {"note": failures(found)})
+        self.recorder.add(row | found.row() | {"relative_error": self.different[arm], "note": failures(found)})
         if not found.answered:
             raise ServerError(f"none of {count} requests was answered: {failures(found)}")
-        self.loads.setdefault((arm, workload, share), Measured()).add(found)
+        self.loads.setdefault((arm, workload, share), {})[restart] = found
 
     async def _timed(self, endpoint: Endpoint, requests: Sequence[Request], salt: int) -> Measured:
         """Sends requests at their arrivals, between two looks at the engine's clocks."""
@@ -343,14 +345,17 @@ class EngineBench:
 
     def pooled_rows(self) -> Iterator[Row]:
         """The restarts of each load together, with ratios to "vllm" of the requests that both answered."""
-        for (arm, workload, share), found in self.loads.items():
+        for (arm, workload, share), parts in self.loads.items():
             row: Row = {"case": f"{workload} {share}", "variant": arm, "phase": "load", "workload": workload}
             row |= {"load_share": SHARES[share], "arrivals_per_s": SHARES[share] * self.rates[workload]}
-            row |= {"restart_count": len(found.outcomes) // self.requests[share], "relative_error": 0, **found.row()}
-            base = self.loads.get(("vllm", workload, share))
-            if base is None or arm == "vllm" or len(base.outcomes) != len(found.outcomes):
-                yield row  # the other arm lacks a restart
+            row |= {"restart_count": len(parts), "relative_error": self.different[arm]}
+            row |= Measured.of(parts.values()).row()
+            others = self.loads.get(("vllm", workload, share), {})
+            both = [restart for restart in parts if restart in others]
+            if arm == "vllm" or not both:
+                yield row
                 continue
+            base, found = (Measured.of(one[restart] for restart in both) for one in (others, parts))
             pairs = [
                 (one.ttft_ms, other.ttft_ms)
                 for one, other in zip(base.outcomes, found.outcomes, strict=True)
@@ -413,15 +418,12 @@ def measure(options: argparse.Namespace) -> int:
     settings = harness.settings(options, **settings_of(options))
     stopped, recorder = "", partial(Recorder, directory=options.out, device=options.device, settings=settings)
     with tempfile.TemporaryDirectory() as folder, _ends_on_signals():
-        checkpoint = options.checkpoint
-        if checkpoint is None:
+        if options.checkpoint is None:
             dtype = getattr(torch, options.dtype)
-            checkpoint = write_random_checkpoint(
-                Path(folder) / "model", vocab_size=2048, dtype=dtype, vision=VISION, text=TEXT
-            )
+            write_random_checkpoint(Path(folder) / "model", vocab_size=2048, dtype=dtype, vision=VISION, text=TEXT)
         try:
             with recorder("engine", options.dtype, COLUMNS) as record:
-                bench = EngineBench(options, record, checkpoint, settings)
+                bench = EngineBench(options, record, Path(folder), settings)
                 try:
                     bench.run()
                 except (ServerError, KeyboardInterrupt) as error:
