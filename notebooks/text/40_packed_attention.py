@@ -97,11 +97,11 @@ fig, axes = attention.mask_steps(matrices, two_images, title="A mask hides compu
 plt.show()
 
 # %% [markdown]
-# *How to read it:* from left to right. (1) Each query is multiplied with each key. (2) The mask
-# is 1 where query and key are of the same image. (3) Where the mask is 0, the score is replaced
-# by minus infinity. (4) The [softmax](GLOSSARY.md#softmax) turns minus infinity into 0, and the
-# weights of each row sum to 1. So each patch looks only at its own image. But 12 of the 25 scores
-# were computed for nothing.
+# *How to read it:* (1) Each query is multiplied with each key. (2) The mask is 1 where query and
+# key are of the same image. (3) Where the mask is 0, the score is replaced by minus infinity. (4)
+# The [softmax](GLOSSARY.md#softmax) turns minus infinity into 0, and the weights of each row sum
+# to 1. So each patch looks only at its own image. But 12 of the 25 scores were computed for
+# nothing.
 
 # %% [markdown]
 # ## Predict: how many scores does a mask throw away?
@@ -525,8 +525,8 @@ plt.show()
 # many operations for a few.
 #
 # GELU and the residuals read what a product has just written. A kernel can apply them to each
-# tile of the product before the tile is written; this is called **fusing**. Exercise 4 bounds
-# what fusing wins.
+# tile of the product before it is written. This is called **fusing**; on a CPU
+# `EncoderOptions(linear="prepacked")` does it. Exercise 4 bounds what it wins.
 
 # %% [markdown]
 # ## What to remember
