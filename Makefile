@@ -4,6 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 ENGINE := .engine-venv
+LOWEST := .lowest-venv
 # gpu_suite runs the others on a GPU; engine needs the environment of vLLM and a quiet machine
 BENCHES = $(filter-out gpu_suite engine,$(patsubst kimivl_lab/bench/%.py,%,$(shell grep -l __main__ kimivl_lab/bench/*.py)))
 PAGE := notebooks/90_engines_side_by_side.md
@@ -12,7 +13,7 @@ NBVAL := -p no:randomly --nbval --nbval-current-env --nbval-sanitize-with=tests/
 ONLY = *
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv run report slides test test-long engine-venv test-engine lint lab bench refresh notebooks clean $(BENCHES:%=bench-%)
+.PHONY: help .venv run report slides test test-long test-lowest engine-venv test-engine lint lab bench refresh notebooks clean $(BENCHES:%=bench-%)
 
 help: ## this list
 	@awk -F ':.*## ' '/^[-.a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -45,6 +46,14 @@ test: lint ## lint, the tests, and every notebook against its saved outputs
 
 test-long: .venv ## fuzz tests with many more cases than in make test, under 10 minutes on two cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fuzz_*.py tests/test_kimi_vl_checkpoint.py --long -n 2 -p no:randomly
+
+test-lowest: ## the tests with the lowest versions that pyproject.toml allows, in .lowest-venv (on Linux with CUDA's libraries)
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -e ".[notebooks,dev]" \
+	  $$($(PYTHON) -c 'import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*(re.sub(r">=([^,]*).*", r"==\1", one) for one in project["dependencies"]))')
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests -n 2 --dist loadfile -p no:randomly \
+	  --deselect tests/test_environment.py --deselect tests/test_lessons.py::test_the_environment_is_ready_here_and_a_missing_part_names_its_cure
 
 engine-venv: $(ENGINE)/.installed ## vLLM's CPU build with the plugin in .engine-venv (2.5 GiB, minutes), for make test-engine
 
