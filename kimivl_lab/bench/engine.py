@@ -56,12 +56,12 @@ from .harness import Row
 ARMS = {"vllm": ["processor"], "metadata": ["processor", "metadata"], "tower": ["processor", "tower"]}
 # A checkpoint that two cores can serve: heads as published, layers and widths so that the encoder has about the half of
 # a prompt's time, as the published model's FLOPs have (3.4 GFLOP a token in the encoder, 5.6 in the language model).
-VISION = {"hidden_size": 144, "num_hidden_layers": 8, "num_attention_heads": 2, "intermediate_size": 538}
+VISION = {"hidden_size": 144, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 538}
 TEXT = {
     **{"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1408, "moe_intermediate_size": 176},
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 2},
 }
-REQUESTS = {"light": 20, "half": 32, "high": 50}  # of a load on one started server
+REQUESTS = {"light": 12, "half": 30, "high": 60}  # of a load on one started server
 QUICK_REQUESTS = {"light": 4, "half": 8, "high": 20}
 CALIBRATION = (((224, 224),), ((448, 448),), ((448, 448),) * 2, ((448, 448),) * 4)
 QUESTION = "Describe the image."
@@ -101,14 +101,15 @@ class Measured:
 
     @classmethod
     def of(cls, parts: Iterable["Measured"]) -> "Measured":
-        """All parts one after another."""
-        whole = cls()
-        for part in parts:
-            whole.outcomes += part.outcomes
-            whole.encoder += part.encoder
-            whole.seconds += part.seconds
-            whole.clocks = {name: whole.clocks.get(name, 0.0) + value for name, value in part.clocks.items()}
-        return whole
+        """All parts one after another, with the clocks that each of them has."""
+        parts = list(parts)
+        names = [name for name in parts[0].clocks if all(name in part.clocks for part in parts)]
+        return cls(
+            [one for part in parts for one in part.outcomes],
+            {name: sum(part.clocks[name] for part in parts) for name in names},
+            [one for part in parts for one in part.encoder],
+            sum(part.seconds for part in parts),
+        )
 
     def row(self) -> Row:
         """Columns of the client's and the engine's times; those of the engine are means of an answered request."""
@@ -206,8 +207,9 @@ class EngineBench:
                 return
             await self._calibrate(arm, restart, endpoint)
             if not self.rates:
+                without_loads = time.monotonic() - begun
                 await self._capacity(endpoint)
-                self._fit_the_time(time.monotonic() - begun)
+                self._fit_the_time(without_loads)
             if restart is None:
                 return
             loads = [(workload, share) for workload in WORKLOADS for share in SHARES]
@@ -282,17 +284,16 @@ class EngineBench:
             self.recorder.add(row | {"arrivals_per_s": self.rates[workload], **found.row(), "note": "all at once"})
 
     def _fit_the_time(self, first: float) -> None:
-        """Fewer requests where the planned ones would not end in the given minutes; 20 of each load at least."""
+        """Fewer requests where the planned ones would not end in the given minutes; enough to compare in any case."""
         servers = len(ARMS) * self.options.restarts - (1 if self.options.quick else 0)
         left = 60 * self.options.minutes - (time.monotonic() - self.started) - servers * first
         needed = sum(self.requests[name] / (SHARES[name] * rate) for name in SHARES for rate in self.rates.values())
         scale = left / (1.1 * needed * len(ARMS) * self.options.restarts)
         if scale < 1 and not self.options.quick:
-            self.requests = {name: max(_PAIRS, int(scale * count)) for name, count in self.requests.items()}
-        harness.progress(
-            f"engine: capacity {', '.join(f'{rate:.2f}/s {name}' for name, rate in self.rates.items())}; requests of a "
-            f"load {self.requests}; about {max(needed, 0) * len(ARMS) * self.options.restarts * min(scale, 1):.0f} s"
-        )
+            least = -(-_PAIRS // self.options.restarts)
+            self.requests = {name: max(least, int(scale * count)) for name, count in self.requests.items()}
+        told = ", ".join(f"{rate:.2f}/s {name}" for name, rate in self.rates.items())
+        harness.progress(f"engine: capacity {told}; requests of a load {self.requests}")
 
     async def _load(self, arm: str, restart: int, workload: str, share: str, endpoint: Endpoint) -> None:
         rate, count = SHARES[share] * self.rates[workload], self.requests[share]
