@@ -24,7 +24,7 @@ RED, BLUE = (b"\x89PNG\r\n\x1a\n" + word for word in (b"red", b"blue"))  # the h
 PNG_OF = {png: base64.b64encode(png).decode() for png in (RED, BLUE)}
 
 
-def write_notebook(folder, name, title, *code, question="How much?", result="print('7 < 8')\nprint('*always*')"):
+def write_notebook(folder, name, title, *code, question="How much?", result="print('7 <\\n8.')\nprint('*always*')"):
     cells = [
         new_markdown_cell(f"# {title}\n\n## The question\n\n{question}"),
         *map(new_code_cell, code),
@@ -128,7 +128,7 @@ def test_contents_of_a_notebook(first_run):
     assert good.question == "How much?"
     assert good.picture == PNG_OF[BLUE]
     assert good.picture_alt == "blue is better than red_one."
-    assert good.result_html == "<p>7 &lt; 8</p><p>*always*</p>"
+    assert good.result_html == "<p>7 &lt; 8.</p><p>*always*</p>"
     failed = contents(nbformat.read(out / "notebooks" / "10_bad.ipynb", as_version=4))
     assert (failed.title, failed.picture, failed.result_html) == ("A bad one", "", "")
 
@@ -159,7 +159,7 @@ def test_the_index_is_one_readable_file(first_run):
                 assert fragment in (Page(out / file).ids if file else page.ids), link
     there = {"20_fine.html", "#part", "https://example.org", "00_good__SOLUTION.html", "WORDS.html#host-sync"}
     assert there | {"20_fine.html#the-question"} <= set(Page(out / "00_good.html").links)
-    for words in ("How much?", "How long?", "7 < 8", "transformers"):
+    for words in ("How much?", "How long?", "7 < 8.", "transformers"):
         assert words in index.text
 
 

@@ -94,8 +94,9 @@ def plain(markdown: str) -> str:
 
 
 def _result_html(cell: NotebookNode) -> str:
-    """A text cell's markdown without its headings; a code cell's printed lines, each a paragraph."""
+    """A text cell's markdown without its headings; what a code cell printed, up to each full stop."""
     if cell.cell_type == "markdown":
         return markdown2html(re.sub(r"^#+ .*$", "", cell.source, flags=re.MULTILINE))
     text = "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
-    return "".join(f"<p>{html.escape(line)}</p>" for line in text.splitlines() if line.strip())
+    paragraphs = re.split(r"(?<=[.!?])\n", text.strip())
+    return "".join(f"<p>{html.escape(' '.join(one.split()))}</p>" for one in paragraphs if one.strip())
