@@ -536,7 +536,7 @@ plt.show()
 # (plain). Right, its time divided by its roofline; 1 means that this machine allows no faster
 # code. A ratio a little under 1 is again possible.
 #
-# **The answer to the question of this lesson.** The time goes where the FLOPs are: attention, the
+# **The answer to the question of this lesson.** The time goes where the FLOPs are. Attention, the
 # MLP, and QKV and output have more than nine tenths of the FLOPs, and they take most of the time.
 # The stages without matrix products still take a part of it. The roofline says what can be won
 # there. A stage at ratio 1 gets faster only if it moves fewer bytes. A stage at a large ratio,

@@ -520,9 +520,9 @@ assert misses_of["cells"] < misses_of["FLOPs"]
 
 # %% [markdown]
 # The cells moved are the better prediction. By its FLOPs `separable` looks better than it is,
-# because they do not count what it writes and reads in between. Neither operator is at the byte
-# floor: the floor reads each cell of the table once, and these read a cell again for each tap, at
-# best from a cache of the processor (a small fast memory).
+# because they do not count what it writes and reads in between. Neither operator reaches the byte
+# floor. The floor reads each cell of the table once. The operators read a cell again for each
+# tap, at best from a cache of the processor (a small fast memory).
 
 # %% [markdown]
 # ## What to remember

@@ -721,8 +721,8 @@ check("modes of the servers", answer_4, expected, hint=hint)
 # %% [markdown]
 # ### 5. ★ A batch that fools the balance by patches
 #
-# Find a batch of at most 64 images, each of 4 to 16,384 patches, for which on two ranks the
-# slowest rank under "by patches" has at least 1.25 times the work that it has under "by cost".
+# Find a batch for two ranks: at most 64 images of 4 to 16,384 patches each. Under "by patches"
+# the slowest rank must have at least 1.25 times its work under "by cost".
 
 # %%
 batch_5 = None  # a list of patches

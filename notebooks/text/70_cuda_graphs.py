@@ -378,8 +378,8 @@ print("none of the five naive faults raised an error; your guess:", error_guess.
 #
 # **By hand:** let Python take 0.8 ms for an eager call and 0.3 ms for a replay, and the
 # arithmetic 0.02 ms a token. A replay saves 0.5 ms, and each padded token costs 0.02 ms. So it
-# wins while fewer than $0.5 / 0.02 = 25$ tokens are padding: in a budget of 64 an image of 40
-# tokens gains, and one of 35 does not.
+# wins while fewer than $0.5 / 0.02 = 25$ tokens are padding. In a budget of 64, an image of 40
+# tokens gains and one of 35 does not.
 #
 # The tower here is narrow (72 features, 6 blocks), so that Python matters. The smallest image
 # gives $t_\text{host}$. Whole calls are timed, copies included (`time_calls` in

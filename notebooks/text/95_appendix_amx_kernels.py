@@ -530,9 +530,9 @@ print(f"Recorded: attention {min(attention_gain):.1f} to {max(attention_gain):.1
 #
 # ### 1. How much slack is allowed?
 #
-# Write the largest whole **exponent** of 2 up to which weights are allowed: if a float32 sum of
-# $2^{20}$ weights must stay finite (float32 ends just below $2^{128}$); if weights are stored as
-# float16 (largest 65,504); and as float8 e4m3 (largest 448).
+# Write the largest whole **exponent** of 2 up to which weights are allowed, in three cases. A
+# float32 sum of $2^{20}$ weights must stay finite (float32 ends just below $2^{128}$). Weights
+# are stored as float16 (largest 65,504). Weights are stored as float8 e4m3 (largest 448).
 
 # %%
 answer_1 = None  # three exponents: float32 sum, float16, float8
