@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 from kimivl_lab.bench import engine, engine_simulation
 from kimivl_lab.bench.engine import ARMS, COLUMNS, EngineBench, Measured
 from kimivl_lab.engines.client import Outcome
-from kimivl_lab.engines.server import ServerError, group_lives, own_group, wait_for_health
+from kimivl_lab.engines.server import ServerError, group_lives, own_group, wait_for_health, wait_until
 from kimivl_lab.engines.simulation import CallCost, Job, Limits, Stages, simulate
 from kimivl_lab.measure.records import read_record, record_problems
 
@@ -115,10 +116,17 @@ def test_the_ratios_are_to_vllm_and_of_the_requests_that_both_answered():
     vllm, metadata, tower = made.pooled_rows()
     assert "ttft_ratio" not in vllm and vllm["arrivals_per_s"] == 1.6 and vllm["ttft_ms"] == 119.5
     assert (vllm["requests_count"], vllm["restart_count"], tower["restart_count"]) == (60, 2, 1)
-    assert (metadata["ttft_ratio"], metadata["note"]) == (1, "no difference shown")
+    assert (metadata["ttft_ratio"], metadata["note"]) == (1, "no difference shown; by restart 1.000")
     assert tower["failed_count"] == 1 and tower["answered_per_s"] == 39 / 20
-    assert tower["ttft_low_ratio"] <= 0.8 <= tower["ttft_high_ratio"] and tower["note"] == "tower is faster"
+    assert (
+        tower["ttft_low_ratio"] <= 0.8 <= tower["ttft_high_ratio"]
+        and tower["note"] == "tower is faster; by restart 0.800"
+    )
     assert (tower["ttft_ratio"], tower["encoder_ratio"]) == (0.8, 0.5)
+    for arm, second in (("vllm", times), ("tower", [1.01 * one for one in times])):  # the restarts do not agree
+        made.loads[arm, "receipts", "high"][3] = Measured(outcomes(second), {}, [], 20.0)
+    *_, tower = made.pooled_rows()
+    assert tower["ttft_high_ratio"] < 1 and tower["note"] == "no difference shown; by restart 0.800 1.010"
 
 
 def test_the_simulation_of_what_the_model_made_has_no_error():
@@ -206,6 +214,22 @@ def test_the_published_row_is_simulated_from_its_eager_mean(monkeypatch):
             111.13, rel=1e-4
         )
     assert set().union(*rows) <= set(COLUMNS)
+
+
+def test_a_killed_run_leaves_no_server(tmp_path):
+    """kill -9: the block's end never runs."""
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom kimivl_lab.engines.server import own_group\n"
+        "with own_group(['sleep', '600'], Path(sys.argv[1])) as process:\n    print(process.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        group = int(process.stdout.readline())
+        assert group_lives(group)
+        process.kill()
+    assert wait_until(lambda: not group_lives(group), 10)
 
 
 def test_no_process_survives_a_server(tmp_path):

@@ -11,7 +11,8 @@ several times, in random order. The phases of the record:
     check        answers of an arm that differ from those of "vllm"; in float32 none may, or the arm is not timed
     calibration  requests one at a time: the engine's own clocks of the encoder and of the prefill
     restart      one load on one started server: the same arrivals and pixels for each arm
-    load         the restarts of one load together; ratios are to "vllm", request by request, with a 99 % interval
+    load         the restarts of one load together; ratios are to "vllm", request by request, with a 99 % interval that
+                 knows the requests but not how a machine changes: a difference also needs restarts that agree on it
 
 and those of `bench.engine_simulation`, which --simulate computes again from the rows of a record, without an engine.
 Times to first token are the client's, from the intended arrival. `encoder_ms`, `prefill_ms` (which contains it) and
@@ -356,23 +357,34 @@ class EngineBench:
             if arm == "vllm" or not both:
                 yield row
                 continue
-            base, found = (Measured.of(one[restart] for restart in both) for one in (others, parts))
-            pairs = [
-                (one.ttft_ms, other.ttft_ms)
-                for one, other in zip(base.outcomes, found.outcomes, strict=True)
-                if one.ttft_ms is not None and other.ttft_ms is not None and not one.failure and not other.failure
-            ]
-            if len(pairs) >= _PAIRS:
-                told = compare([one for one, _ in pairs], [other for _, other in pairs])
+            pairs = [answered_by_both(others[restart], parts[restart]) for restart in both]
+            base, own = ([one for pair in pairs for one in pair[side]] for side in (0, 1))
+            if len(own) >= _PAIRS:
+                told = compare(base, own)
                 ratio = told["mean"].ratio
                 row |= {"ttft_ratio": round(ratio.value, 4), "ttft_low_ratio": round(ratio.low, 4)}
-                row |= {"ttft_high_ratio": round(ratio.high, 4), "note": told["mean"].verdict.replace("B", arm)}
+                row |= {"ttft_high_ratio": round(ratio.high, 4)}
                 row["ttft_p99_ratio"] = round(told["P99"].ratio.value, 4)
-            if _PAIRS <= len(base.encoder) == len(found.encoder):
-                ratio = compare(base.encoder, found.encoder)["mean"].ratio
+                restarts = [sum(second) / sum(first) for first, second in pairs if first]
+                agree = all((one < 1) == (ratio.value < 1) for one in restarts)
+                verdict = told["mean"].verdict.replace("B", arm) if agree else "no difference shown"
+                row["note"] = f"{verdict}; by restart {' '.join(f'{one:.3f}' for one in restarts)}"
+            base, own = ([one for restart in both for one in of[restart].encoder] for of in (others, parts))
+            if _PAIRS <= len(base) == len(own):
+                ratio = compare(base, own)["mean"].ratio
                 row |= {"encoder_ratio": round(ratio.value, 4), "encoder_low_ratio": round(ratio.low, 4)}
                 row["encoder_high_ratio"] = round(ratio.high, 4)
             yield row
+
+
+def answered_by_both(first: Measured, second: Measured) -> tuple[list[float], list[float]]:
+    """Times to first token of the requests that both answered, in ms."""
+    times = [
+        (one.ttft_ms, other.ttft_ms)
+        for one, other in zip(first.outcomes, second.outcomes, strict=True)
+        if one.ttft_ms is not None and other.ttft_ms is not None and not one.failure and not other.failure
+    ]
+    return [one for one, _ in times], [other for _, other in times]
 
 
 def failures(found: Measured) -> str:

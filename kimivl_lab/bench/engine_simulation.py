@@ -35,13 +35,8 @@ SHARES = {"light": 0.2, "half": 0.5, "high": 0.8}  # of the measured capacity
 _PREDICTED = 400  # requests of a load that was not measured
 _PREDICTED_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _PUBLISHED = ("vllm#41992", 200, 8.0)  # source, prompts, requests a second
-_QUESTION, _ANSWER = (
-    64,
-    128,
-)  # text and new tokens of a published request: not stated; 128 is vLLM's benchmark's default
-_ACTIVE_BYTES = (
-    2 * 2.8e9
-)  # of the language model's weights that a step reads at least: 2.8 billion active, 2 bytes each
+_QUESTION, _ANSWER = 64, 128  # text and new tokens of a published request: not stated, 128 is the benchmark's default
+_ACTIVE_BYTES = 2 * 2.8e9  # a step reads at least the active weights: 2.8 billion of 2 bytes
 
 
 def drawn(
@@ -111,13 +106,8 @@ def simulated_rows(rows: Sequence[Row], settings: Mapping[str, Any]) -> Iterator
                 requests = drawn(settings, row["workload"], share, round(restart), round(count), rate)
                 times += simulate(jobs_of(rows, requests, settings), stages[row["variant"]], limits_of(settings)).ttft
         copied = {name: row[name] for name in ("case", "workload", "load_share", "arrivals_per_s", "requests_count")}
-        found = {
-            **copied,
-            "phase": "simulation",
-            "variant": "simulated",
-            "policy": row["variant"],
-            **ttft_columns(times),
-        }
+        found = {**copied, "phase": "simulation", "variant": "simulated", "policy": row["variant"]}
+        found |= ttft_columns(times)
         yield found | {"error_ratio": round(found["ttft_ms"] / row["ttft_ms"], 4)}
     for arm in arms:
         yield from _predicted_rows(rows, settings, arm, stages[arm])

@@ -30,10 +30,13 @@ def own_group(
 ) -> Generator[subprocess.Popen[bytes]]:
     """Runs a command whose output goes to `log`. No process of its group survives the block, however it ends.
 
-    At its end the group gets SIGTERM, and after `patience` seconds SIGKILL.
+    At its end the group gets SIGTERM, and after `patience` seconds SIGKILL. If this process is killed, a shell that
+    waits for the end of its input kills the group.
     """
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+    waits = ["sh", "-c", "read -r _; kill -KILL -$0", str(process.pid)]
+    watcher = subprocess.Popen(waits, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield process
     finally:
@@ -42,6 +45,8 @@ def own_group(
                 os.killpg(process.pid, sign)
             if wait_until(lambda: process.poll() is not None and not group_lives(process.pid), seconds):
                 break
+        watcher.kill()
+        watcher.communicate()
 
 
 def group_lives(group: int) -> bool:
