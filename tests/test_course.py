@@ -14,6 +14,12 @@ from kimivl_lab.lessons.minutes import table_rows
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 COURSE = lessons(NOTEBOOKS)
 
+FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$([^$\n]+)\$", re.DOTALL)
+NO_LETTERS = re.compile(r"_?\\(?:text|mathrm|begin|end)\{[^}]*\}|_(?:\{[^}]*\}|[A-Za-z]+)")  # words, and an index
+GREEK = (
+    "alpha beta gamma delta epsilon eta zeta theta iota kappa lambda mu nu xi pi rho sigma tau phi chi psi omega ell"
+)
+
 each_lesson = pytest.mark.parametrize("path", COURSE, ids=lambda path: path.stem)
 
 
@@ -58,6 +64,22 @@ def test_files_and_modules_that_the_prose_names_are_there(path):
     assert [name for name in files if not (NOTEBOOKS.parent / name).exists()] == []
     modules = {module.rstrip(".") for module in re.findall(r"python -m (kimivl_lab[\w.]+)", text)}
     assert [module for module in modules if find_spec(module) is None] == []
+
+
+def letters(text):
+    """The letters in the formulas of `text`, Greek ones by their commands."""
+    formulas = " ".join(NO_LETTERS.sub(" ", display or inline) for display, inline in FORMULA.findall(text))
+    found = re.findall(r"\\[A-Za-z]+|[A-Za-z]", formulas)
+    return {one for one in found if one[1:] in {"", *GREEK.split()}}
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.rglob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_letter_of_a_formula_is_in_the_notation(path):
+    notation = (NOTEBOOKS / "NOTATION.md").read_text()
+    explained = letters(" ".join(line.split("|")[1] for line in notation.splitlines() if line.startswith("| $")))
+    cells = [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "markdown"]
+    assert letters("\n\n".join(cells)) - explained <= {r"\pi"}
+    assert letters(r"$t_\text{one}(n) = \tau_i + \rho$ and $$A_h \cdot x$$") == {"t", "n", r"\tau", r"\rho", "A", "x"}
 
 
 def test_a_new_lesson_is_linked_by_its_neighbours(tmp_path):

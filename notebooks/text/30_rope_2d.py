@@ -589,7 +589,7 @@ check(
 # ### 2. Half-split order
 #
 # Many kernels pair feature $c$ with $c + d/2$, where this lesson pairs $2c$ with $2c + 1$. When
-# weights are ported to such a kernel, the features of $q$ and $k$ (rows of their weight matrices)
+# weights are ported to such a kernel, the features of `q` and `k` (rows of their weight matrices)
 # must be reordered. Give the order of the 72 features, as a list of their old numbers.
 
 
