@@ -154,8 +154,9 @@ def _slides_of(section: _Section, solution: NotebookNode | None, words: dict[int
                 printed = " ".join("".join(output.get("text", "") for output in block.outputs).split())
                 found.append(Slide(over, section.title, f"<p>{html.escape(printed)}</p>", "result", list(run)))
     end_of_text()
-    if run:  # a section of plain sentences
-        found.append(Slide(over, section.title, _pages(_sentences(run[0])[:2])[0], notes=list(run)))
+    if run:  # a section of plain sentences; one that ends with a colon leads to a cell, which is not shown
+        first = [one for one in _sentences(run[0])[:2] if not one.endswith(":")]
+        found.append(Slide(over, section.title, "".join(map(_html, first)), notes=list(run)))
     return found
 
 
