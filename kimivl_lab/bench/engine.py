@@ -245,31 +245,28 @@ class EngineBench:
 
     async def _calibrate(self, arm: str, restart: int | None, endpoint: Endpoint) -> None:
         """Each size alone, some times in turn; the first of each is not counted. Medians."""
-        repeats = 3 if self.options.quick else 6
-        found: dict[tuple[tuple[int, int], ...], list[Row]] = {sizes: [] for sizes in CALIBRATION}
-        for repeat in range(repeats):
-            for sizes in CALIBRATION:
-                seed = 1000 * repeat + CALIBRATION.index(sizes)
-                one = await self._timed(endpoint, [Request(0, 0.0, sizes, seed)], salt=1 + (restart or 0))
+        found: dict[tuple[tuple[int, int], ...], list[Measured]] = {sizes: [] for sizes in CALIBRATION}
+        for repeat in range(3 if self.options.quick else 6):
+            for place, sizes in enumerate(CALIBRATION):
+                request = Request(0, 0.0, sizes, seed=1000 * repeat + place)
+                one = await self._timed(endpoint, [request], salt=1 + (restart or 0))
                 if repeat and one.answered:
-                    prompt = one.answered[0].prompt_tokens or 0
-                    steps = max(1, (one.answered[0].new_tokens or 1) - 1)
-                    found[sizes].append(
-                        {**one.clocks, "ttft": one.answered[0].ttft_ms, "prompt": prompt, "steps": steps}
-                    )
-                    counts = {"images": len(sizes), "tokens": one.answered[0].image_tokens, "prompt_tokens": prompt}
-                    found[sizes][-1]["counts"] = counts
-        for sizes, times in found.items():
-            if not times:
+                    found[sizes].append(one)
+        for sizes, singles in found.items():
+            if not singles:
                 raise ServerError(f"a single request with {len(sizes)} images was not answered")
+            answer = singles[0].answered[0]
             row: Row = {"case": f"{len(sizes)} of {sizes[0][0]}x{sizes[0][1]}", "variant": arm, "phase": "calibration"}
-            row |= {"restart_count": restart or 0, "requests_count": len(times), **times[0]["counts"]}
-            row["ttft_ms"] = round(median(one["ttft"] for one in times), 3)
-            for name in times[0].keys() & {*_SUMS, "encoder_ms"}:
-                row[name] = round(1e3 * median(one[name] for one in times), 3)
+            row |= {"restart_count": restart or 0, "requests_count": len(singles), "images": len(sizes)}
+            row |= {"tokens": answer.image_tokens, "prompt_tokens": answer.prompt_tokens}
+            waits = [one.answered[0].ttft_ms or 0.0 for one in singles]
+            row["ttft_ms"] = round(median(waits), 3)
+            for name in singles[0].clocks:
+                row[name] = round(1e3 * median(one.clocks[name] for one in singles), 3)
             if "prefill_ms" in row:
-                row["decode_ms"] = round(row["decode_ms"] / times[0]["steps"], 3)  # of one step
-                outside = median(one["ttft"] - 1e3 * (one["queue_ms"] + one["prefill_ms"]) for one in times)
+                row["decode_ms"] = round(row["decode_ms"] / max(1, (answer.new_tokens or 1) - 1), 3)  # of one step
+                inside = [1e3 * (one.clocks["queue_ms"] + one.clocks["prefill_ms"]) for one in singles]
+                outside = median(wait - engine for wait, engine in zip(waits, inside, strict=True))
                 row["outside_ms"] = round(max(0.0, outside), 3)
             self.recorder.add(row)
 
@@ -302,7 +299,10 @@ class EngineBench:
         found = await self._timed(endpoint, requests, salt=10 + restart)
         row: Row = {"case": f"{workload} {share}", "variant": arm, "phase": "restart", "workload": workload}
         row |= {"load_share": SHARES[share], "arrivals_per_s": rate, "restart_count": restart}
-        self.recorder.add(row | found.row() | {"relative_error": self.different[arm], "note": failures(found)})
+        note = failures(found)
+        if found.encoder and (skipped := len(found.answered) - len(found.encoder)) > 0:
+            note += f"; the encoder skipped {skipped}"  # images that a cache holds
+        self.recorder.add(row | found.row() | {"relative_error": self.different[arm], "note": note})
         if not found.answered:
             raise ServerError(f"none of {count} requests was answered: {failures(found)}")
         self.loads.setdefault((arm, workload, share), {})[restart] = found

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-_LAST_BYTES = 4000  # of a log, in a message
+_LAST_BYTES = 1500  # of a log, in a message
 
 
 class ServerError(RuntimeError):
