@@ -11,6 +11,7 @@ from matplotlib.patches import Rectangle, StepPatch
 
 from kimivl_lab import KimiVLConfig, MoonViTConfig, plots
 from kimivl_lab.graphs.packing import Replay
+from kimivl_lab.lessons.time_to_first_token import EngineKnee
 from kimivl_lab.measure.published import PublishedCase
 from kimivl_lab.measure.timing import Timing
 from kimivl_lab.planner.plan import plan_budgets
@@ -28,6 +29,7 @@ from kimivl_lab.plots import (
     published,
     rope,
     syncs,
+    time_to_first_token,
 )
 from kimivl_lab.plots.syncs import BufferStep, Timeline
 from tests.drawing import drawing, picture, words  # noqa: F401
@@ -105,6 +107,10 @@ WAITING = Timeline(launches=[(0, 2), (2, 4), (14, 16)], waits=[(4, 14)], kernels
 REWRITTEN = [BufferStep("host", "A", 0, "A"), BufferStep("host", "B", 0, "B"), BufferStep("device", "A", 0, "B")]
 CASES = [PublishedCase("", "", "right", 1.5, 2.0, 4.5, "right"), PublishedCase("", "", "a miss", 1.2, 0.1, 0.4, "miss")]
 SQUARE = np.eye(2)
+KNEE = EngineKnee(
+    {"load_share": [0.1, 0.9], "ttft_ms": [10.0, 50.0]},
+    {"load_share": [0.5], "ttft_ms": [20.0], "ttft_low_ms": [18.0], "ttft_high_ms": [25.0]},
+)
 
 # name of the figure -> (how to draw it, what a reader must find written in it)
 FIGURES = {
@@ -215,6 +221,20 @@ FIGURES = {
                        [0.6, 0.3])}, marks={"known": (7, 0.03)}, **TITLES), ["5 µs", "30 waits", "known"]),
     "published": (lambda: published.predicted_against_published({"rule": ("K p τ / F", CASES)}, **TITLES),
                   ["rule", "K p τ / F", "prediction right: 1", "miss: 1", "1: a miss"]),
+    "stacked_stages": (lambda: time_to_first_token.stacked_stages({"one": {"prefill": 30.0}, "all": {"encode": 1204.0,
+                       "prefill": 40.0}}, **TITLES), ["one", "encode", "1,244", "time, ms"]),
+    "knee": (lambda: time_to_first_token.knee([0.5, 0.9], dict.fromkeys(("mean", "median", "P99"), [1.5, 5.5]),
+             {0.5: {"mean": 1.4}}, **TITLES), ["mean, measured", "P99, simulated", "utilisation"]),
+    "request_by_request": (lambda: time_to_first_token.request_by_request([0, 1], [0, 4], [4, 5], **TITLES),
+                           ["waits to be sent", "is served"]),
+    "tails": (lambda: time_to_first_token.tails({"slow": np.arange(200.0), "fast": np.arange(100.0)}, {"slow": {"mean":
+              100, "P99": 1198}, "fast": {"mean": 50, "P99": 99}}, **TITLES), ["slow", "P99 1,198", "mean 50"]),
+    "luck": (lambda: time_to_first_token.luck({"own": {"P99": np.array([0.4, 1.3])}, "same": {"P99": np.ones(2)}},
+             {"P99": 0.7}, **TITLES), ["own", "same", "P99", "very many requests"]),
+    "faster_encoder": (lambda: time_to_first_token.faster_encoder([1, float("inf")], {"busy": [373.0, 81.0]}, **TITLES),
+                       ["1x", "no time", "busy"]),
+    "engine_knees": (lambda: time_to_first_token.engine_knees({"receipts": {"vllm": KNEE}}, **TITLES),
+                     ["receipts", "vllm", "share of the capacity"]),
     "published_savings": (lambda: syncs.published_savings({"alone": (0.25, 1.2, 1.05)}, **TITLES), ["alone", "1.05"]),
 }  # fmt: skip
 
@@ -357,6 +377,20 @@ def test_idle_is_all_that_is_not_a_kernel_until_both_are_done():
     drawn = {name: [tuple(path.get_extents().intervalx) for path in paths] for name, paths in bars.items()}
     assert drawn["device idle"] == [(0, 2), (8, 16)] and drawn["host waits"] == [(4, 14)]
     assert drawn["kernel"] == list(WAITING.kernels)
+
+
+def test_waits_and_services_of_a_test_are_to_scale():
+    _, ax = time_to_first_token.request_by_request([0, 2, 3], [0, 4, 8], [4, 8, 12], **TITLES)
+    bars = [[(bar.get_x(), bar.get_width()) for bar in group] for group in ax.containers]
+    assert bars == [[(0, 0), (2, 2), (3, 5)], [(0, 4), (4, 4), (8, 4)]]
+
+
+def test_an_engines_times_stand_at_their_load_with_their_interval():
+    _, (ax,) = time_to_first_token.engine_knees({"receipts": {"metadata": KNEE}}, **TITLES)
+    line, mark, *_ = (np.asarray(one.get_xydata()).tolist() for one in ax.lines)
+    assert line == [[0.1, 10], [0.9, 50]] and mark == [[pytest.approx(0.488), 20]]
+    (spread,) = (one.get_segments()[0] for one in ax.collections if isinstance(one, LineCollection))
+    assert spread[:, 1].tolist() == [18, 25]
 
 
 def test_unreached_marks_are_hollow():

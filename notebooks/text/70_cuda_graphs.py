@@ -18,7 +18,7 @@
 # %% [markdown]
 # # CUDA graphs by token budget
 #
-# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [60 Host syncs](60_gpu_syncs.ipynb) · next: [90 Engines side by side](90_engines_side_by_side.md)
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [60 Host syncs](60_gpu_syncs.ipynb) · next: [80 Time to first token](80_time_to_first_token.ipynb)
 #
 # Lesson 60 removed the waits. Python still starts each kernel of a forward alone.
 #
@@ -741,4 +741,4 @@ check_function(
 #
 # **Next:** a user waits for the whole server, not for the encoder alone.
 #
-# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [60 Host syncs](60_gpu_syncs.ipynb) · next: [90 Engines side by side](90_engines_side_by_side.md)
+# [Map of the course](00_start_here.ipynb) · [Glossary](GLOSSARY.md) · [Notation](NOTATION.md) · previous: [60 Host syncs](60_gpu_syncs.ipynb) · next: [80 Time to first token](80_time_to_first_token.ipynb)
