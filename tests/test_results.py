@@ -9,7 +9,7 @@ import pytest
 from kimivl_lab.bench.gpu_claims import CLAIMS, Bound
 from kimivl_lab.datasets import data_path
 from kimivl_lab.measure.published import published_rows
-from kimivl_lab.measure.records import read_record
+from kimivl_lab.measure.records import Recorder, read_record
 from kimivl_lab.report import results
 from kimivl_lab.report.results import NEEDS_GPU, markdown
 
@@ -91,6 +91,22 @@ def test_a_claim_that_did_not_hold_says_so(tmp_path):
     last[columns.index("latency_ms_p50")] = "1e6"
     path.write_text("\n".join([*lines[:-1], ",".join(last)]) + "\n")
     assert "did not hold for 1 of" in of(results.results(tmp_path), "no rung")[0].measured
+
+
+def test_a_different_answer_of_one_restart_is_not_lost(tmp_path):
+    """The rows of restarts have one name."""
+    columns = ("case", "variant", "phase", "policy", "restart_count", "error_ratio", "relative_error")
+    with Recorder("engine", "float32", columns, directory=tmp_path) as record:
+        for restart, different in enumerate((0, 0.25, 0)):
+            row = {"case": "answers", "variant": "tower", "phase": "check", "restart_count": restart}
+            record.add(row | {"relative_error": different})
+        row = {"case": "light", "variant": "simulated", "phase": "simulation", "relative_error": 0}
+        record.add(row | {"policy": "vllm", "error_ratio": 0.9})
+        record.add(row | {"policy": "tower", "error_ratio": 1.2})
+    lines = results.results(tmp_path)
+    assert of(lines, "own answers")[0].measured == "0 to 0.25 of the answers differ; did not hold for 1 of 3"
+    (line,) = of(lines, "model of a serving engine")
+    assert (line.predicted, line.measured) == ("1", "0.9 to 1.2 of the measured mean")
 
 
 def test_every_prediction_belongs_to_a_claim():

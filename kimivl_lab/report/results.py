@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench import attention, position, rope
-from ..bench.gpu_claims import CLAIMS, NOISE, Bound, Claim, column_of, in_words, on_several_ranks
+from ..bench.gpu_claims import CLAIMS, NOISE, Bound, Claim, Numbers, column_of, in_words, on_several_ranks
 from ..bench.harness import Row
 from ..datasets import data_path
 from ..geometry import IN_TOKEN_LIMIT, GridLike, patch_counts
@@ -90,10 +90,26 @@ def _held_by_entries(rows: Sequence[Row]) -> dict[str, float]:
     return {f"{row['case']} {row['variant']}": row["largest_mib"] for row in rows if row["bound_entries"] == 256}
 
 
+def _in_vllm(column: str, phase: str) -> Numbers:
+    """A column of the benchmark "engine" in one phase, by case, arm and restart."""
+
+    def numbers(rows: Sequence[Row]) -> dict[str, float]:
+        chosen = [row for row in rows if row["phase"] == phase]
+        return {
+            " ".join(str(row[name]) for name in ("case", "variant", "policy", "restart_count")): row[column]
+            for row in chosen
+        }
+
+    return numbers
+
+
 _ANY = Bound("at least", 0.0)  # where the prediction is a number for each case, or none is made
 _LADDER = "all rungs of the ladder together"
 _MASK = "one mask over all images takes longer, as it computes more scores"
 _MODEL = "the cost model predicts the time of batches that it was not fitted to"
+_ENGINE = "the model of a serving engine predicts its mean time to first token under load"
+_PARTS = "time to first token in vLLM with this library's metadata or tower, over vLLM's own"
+_ENCODER = "time of the encoder in vLLM with this library's metadata or tower, over vLLM's own"
 _MORE = (
     Claim("README", _LADDER, "ladder", "speedup_ratio", _whole_ladder, _ANY, "times as fast"),
     Claim(
@@ -133,6 +149,18 @@ _MORE = (
         "of the predicted time",
     ),
     Claim(
+        "80",
+        "vLLM with this library's metadata or tower gives vLLM's own answers",
+        "engine",
+        "relative_error",
+        _in_vllm("relative_error", "check"),
+        Bound("", 0),
+        "of the answers differ",
+    ),
+    Claim("80", _ENGINE, "engine", "error_ratio", _in_vllm("error_ratio", "simulation"), _ANY, "of the measured mean"),
+    Claim("80", _PARTS, "engine", "ttft_ratio", _in_vllm("ttft_ratio", "load"), _ANY, "of its time"),
+    Claim("80", _ENCODER, "engine", "encoder_ratio", _in_vllm("encoder_ratio", "load"), _ANY, "of its time"),
+    Claim(
         "95",
         "attention on the matrix unit is faster than torch's",
         "attention",
@@ -171,6 +199,9 @@ _PREDICTIONS: Mapping[str, tuple[str, Predict | None]] = {
     _MASK: ("by scores", _by_scores),
     _MODEL: ("1", None),
     _LADDER: ("none made", None),
+    _ENGINE: ("1", None),
+    _PARTS: ("none made", None),
+    _ENCODER: ("none made", None),
 }
 
 
