@@ -43,7 +43,7 @@ class Slide:
     section: str
     title: str
     html: str
-    kind: str = "text"  # or "first", "picture", "task"
+    kind: str = "text"  # or "first", "picture", "task", "result"
     notes: list[str] = field(default_factory=list)
 
 
