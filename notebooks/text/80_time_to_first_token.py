@@ -88,10 +88,10 @@ torch.set_num_threads(1)  # times then depend less on what else runs on this mac
 # ## Predict: FLOPs of encode and prefill
 #
 # Lesson 00 counted the encoder: about 4 GFLOPs for each image token of a photograph. For the
-# prefill, each weight that a token visits costs one multiplication and one addition: $2P$ FLOPs a
-# token. The language model of Kimi-VL is a [mixture of experts](GLOSSARY.md#mixture-of-experts).
-# In each of 26 layers, a token is sent to 6 of 64 experts, and always to 2 more experts that all
-# tokens share. One expert has three matrices of 2,048 x 1,408 weights.
+# prefill, each weight that a token visits costs one multiplication and one addition: 2 FLOPs. The
+# language model of Kimi-VL is a [mixture of experts](GLOSSARY.md#mixture-of-experts). In each of
+# 26 layers, a token is sent to 6 of 64 experts, and always to 2 more experts that all tokens
+# share. One expert has three matrices of 2,048 x 1,408 weights.
 #
 # **Your answer.** How many million weights of experts does one token visit in one layer?
 
@@ -465,8 +465,8 @@ print(lesson.published_table(rows))
 # several requests into a step, and comes close to the published median and P99 of the eager side.
 # With graphs, the published P99 is lower than both models expect, and the published mean is lower
 # than the simulator's. So launches explain a part of the gain. The rest is not explained here:
-# the change also removed 30 reads of the grids, and one run of 200 requests says little about a
-# P99.
+# the change also removed one read in each of 27 blocks, and one run of 200 requests says little
+# about a P99.
 #
 # Do not compare the published numbers with our record:
 #
@@ -474,7 +474,7 @@ print(lesson.published_table(rows))
 # |---|---|---|
 # | machine | RTX 4090 | a CPU |
 # | model | Kimi-VL-A3B, bfloat16 | a small one, random weights, float32 |
-# | what changed | eager to graphs; 30 reads of the grids went away | the encoder's metadata, or its whole tower; no graphs |
+# | what changed | eager to graphs; 27 reads of the longest image went away | the encoder's metadata, or its whole tower; no graphs |
 # | the encoder waits for | launches and reads, in part | arithmetic |
 # | repeated | not stated | in turn, with intervals |
 #
@@ -661,8 +661,8 @@ check("minutes", minutes_4, requests_right / rate_right / 60, rtol=0.02)
 # %% [markdown]
 # ### 5. ★ A server that batches
 #
-# An engine takes all requests that wait into one step. A step with $m$ requests takes
-# `fixed + each * m` seconds, and all of them get their first token at its end. A request that
+# An engine takes all requests that wait into one step. A step with `count` requests takes
+# `fixed + each * count` seconds, and all of them get their first token at its end. A request that
 # arrives during a step waits for the next one. Write the TTFTs. The check compares with the
 # simulator.
 
