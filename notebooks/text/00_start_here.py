@@ -117,7 +117,8 @@ _ = torch.set_grad_enabled(False)
 #
 # This is the map of the course. Lessons 10 to 40 follow an image through the encoder. The later
 # lessons are about serving. "Minutes to do" are yours, "minutes to run" are the machine's. Three
-# photographs lead through the course: **china**, **coffee** and **chelsea**.
+# photographs lead through the course: **china**, **coffee** and **chelsea**, in lessons 10 to 40,
+# 70 and 80.
 
 # %% tags=["nbval-ignore-output"]
 Markdown(course_map())
