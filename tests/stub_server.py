@@ -31,7 +31,9 @@ async def answer(reader, writer):
             length = next((int(line.split(":")[1]) for line in headers if line.lower().startswith("content-length")), 0)
             body = await reader.readexactly(length)
             path = request.split()[1]
-            if path == "/v1/models":
+            if options.get("key") and f"Authorization: Bearer {options['key']}" not in headers:
+                reply(writer, 401, "no")
+            elif path == "/v1/models":
                 reply(writer, 200, json.dumps({"data": [{"id": name} for name in options.get("models", ["stub"])]}))
             elif path == "/metrics":
                 reply(writer, 404 if options.get("no_metrics") else 200, metrics())
@@ -40,6 +42,8 @@ async def answer(reader, writer):
             elif path == "/collective_rpc":
                 reply(writer, 200, json.dumps({"results": [{"all": {"encoder_forward_secs": served["encoder"]}}]}))
                 served["encoder"] = 0.0
+            elif path != "/v1/chat/completions":
+                reply(writer, 404, "not found")
             else:
                 await chat(writer, json.loads(body))
             await writer.drain()

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from kimivl_lab import image_geometry
 from kimivl_lab.commands import main as cli
 from kimivl_lab.datasets import load_sizes
-from kimivl_lab.engines.client import GONE
+from kimivl_lab.engines.client import GONE, Endpoint
 from kimivl_lab.engines.load import draw_requests, message
-from kimivl_lab.engines.load_statistics import compare, summarise
+from kimivl_lab.engines.load_statistics import compare, compare_pairs, summarise
 
 FAST = ["--rate", "200", "--warmup", "2", "--timeout", "5"]
 SIZES = "width,height,count\n60,40,5\n224,224,2\n90,300,1\n"
@@ -195,6 +195,30 @@ def test_what_cannot_be_measured_is_said_before_the_load(stub, tmp_path, capsys)
     assert cli.main(["ttft"]) == 2
 
 
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/v1/chat/completions", "/v1/models", "/under/v1"])
+def test_an_address_is_taken_with_or_without_the_path_of_its_api(path):
+    assert Endpoint(f"https://a:b@c{path}").root == "https://a:b@c" + "/under" * path.startswith("/under")
+    assert "a:b" not in Endpoint(f"https://a:b@c{path}").name  # goes into records
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "told"),
+    [
+        ("/wrong", {}, "/wrong/v1/models lists no model (HTTP 404)"),
+        ("", {"models": []}, "lists no models"),
+        ("", {"key": "secret"}, "--api-key"),
+    ],
+)
+def test_an_operator_is_told_what_to_give(stub, tmp_path, capsys, path, options, told):
+    _, url = stub(**options)
+    assert measure(url + path, tmp_path / "run") == 2
+    assert told in capsys.readouterr().err
+    if "key" in options:
+        assert measure(url, tmp_path / "run", "--api-key", "secret") == 0
+    else:
+        assert measure(url + path, tmp_path / "run", "--model", "stub") == (0 if not path else 2)
+
+
 def test_a_server_that_is_killed_ends_the_test_with_a_summary(stub, tool, tmp_path):
     server, url = stub()
     process = tool(url, tmp_path / "run")
@@ -240,6 +264,30 @@ def test_two_runs_are_compared_only_if_their_load_is_the_same(stub, tmp_path, ca
     assert cli.main(["ttft", "--compare", str(tmp_path / "a"), str(tmp_path / "other")]) == 2
     assert "seed: 0 and 1" in capsys.readouterr().err
     assert cli.main(["ttft", "--compare", str(tmp_path / "a"), str(tmp_path / "none")]) == 2
+    assert cli.main(["ttft", "--compare", *map(str, [tmp_path / "a"] * 3)]) == 2
+    assert "3 folders" in capsys.readouterr().err
+    pairs = [str(tmp_path / name) for name in ("a", "slow", "a", "slow")]
+    assert cli.main(["ttft", "--compare", *pairs]) == 0
+    told = capsys.readouterr().out
+    assert "B is slower (by the mean of 60 requests" in told and "each pair" in told  # the two pairs are the same
+
+
+def test_several_pairs_show_what_the_server_does_and_not_what_its_machine_does():
+    """A machine that is up to a third slower in a run: single pairs differ, five pairs of equal servers do not."""
+    wrong, single, found = 0, 0, 0
+    for seed in range(20):
+        chance = np.random.default_rng(seed)
+        pairs, slower = [], []
+        for _ in range(5):
+            arrivals = np.cumsum(chance.exponential(1 / 0.5, 60))
+            work = chance.uniform(0.5, 1.5, 60)
+            a, b = (queue(arrivals, chance.uniform(0.85, 1.15) * work) for _ in range(2))
+            pairs.append((a, b))
+            slower.append((a, [3 * time for time in b]))
+        wrong += compare_pairs(pairs, seed=seed)["mean"].verdict != "no difference shown"
+        single += compare(*pairs[0], seed=seed)["mean"].verdict != "no difference shown"
+        found += compare_pairs(slower, seed=seed)["mean"].verdict == "B is slower"
+    assert wrong <= 2 and single >= 10 and found >= 18
 
 
 def queue(arrivals, service):
@@ -293,4 +341,6 @@ def test_too_few_times_are_refused():
     with pytest.raises(ValueError, match="20 .* 3 and 3"):
         compare([1, 2, 3], [1, 2, 3])
     with pytest.raises(ValueError, match="30 and 29"):
-        compare([1.0] * 30, [1.0] * 29)
+        compare_pairs([([1.0] * 30, [1.0] * 30), ([1.0] * 30, [1.0] * 29)])
+    with pytest.raises(ValueError, match="no pairs"):
+        compare_pairs([])

@@ -139,8 +139,31 @@ def _add_make_checkpoint(commands: Any) -> None:
     count("--experts", default=4, help="experts of a layer, 2 or more (default: 4)")
 
 
+_TTFT_STEPS = """\
+Choose --rate: this server answers as many requests a second as it can, its capacity. Half of that is a usual load.
+
+    kimivl-lab ttft --endpoint http://127.0.0.1:8000 --requests 40 --rate 1000 --out build/capacity
+
+Compare two servers, or one before and after a change. Measured in turn, both meet the same changes of the machine; the
+seeds give each pair other images.
+
+    for seed in 1 2 3 4 5; do
+      kimivl-lab ttft --endpoint http://127.0.0.1:8000 --rate 4 --seed $seed --out build/$seed-a
+      kimivl-lab ttft --endpoint http://127.0.0.1:8001 --rate 4 --seed $seed --out build/$seed-b
+    done
+    kimivl-lab ttft --compare build/{1..5}-{a,b}    # in bash: build/1-a build/1-b build/2-a ...
+
+The exit status is 0, or 2 if a request failed or nothing could be measured.
+"""
+
+
 def _add_ttft(commands: Any) -> None:
-    command = commands.add_parser("ttft", help="time to first token of a running server under a load of images")
+    command = commands.add_parser(
+        "ttft",
+        help="time to first token of a running server under a load of images",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_TTFT_STEPS,
+    )
     add = command.add_argument
     count = partial(add, type=_positive, metavar="N")
     add("--endpoint", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
@@ -170,7 +193,8 @@ def _add_ttft(commands: Any) -> None:
     add("--warmup", type=_not_negative, default=4, metavar="N", help="requests before the test (default: 4)")
     add("--seed", type=_seed, default=0, metavar="N", help="of arrivals and sizes (default: 0)")
     add("--show", type=Path, metavar="DIR", help="summarise a run, also one that was killed")
-    add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="say whether two runs of the same load differ")
+    pairs = "say whether two servers differ, from runs of the same load; several pairs as A B A B ..."
+    add("--compare", type=Path, nargs="+", metavar="DIR", help=pairs)
     least = "with --compare: the least ratio that counts as a difference, 0.03 for 3 %% (default: 0.03)"
     add("--margin", type=_above_zero, default=0.03, metavar="M", help=least)
 

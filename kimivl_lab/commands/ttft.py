@@ -24,7 +24,7 @@ from rich.table import Table
 from ..datasets import load_sizes
 from ..engines.client import CACHE_HITS, CACHE_QUERIES, SERVER_TTFT, Endpoint, EndpointError, Outcome, run_load
 from ..engines.load import Request, draw_requests, message
-from ..engines.load_statistics import compare, summarise
+from ..engines.load_statistics import compare_pairs, summarise
 from ..geometry import image_geometry
 from ..planner.workload import read_sizes
 from .output import CommandError, progress_bar, show, tell
@@ -51,14 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, shows a run, or compares two."""
     try:
         if arguments.compare:
-            return _compare(*arguments.compare, margin=arguments.margin)
+            return _compare(arguments.compare, arguments.margin)
         if arguments.show:
             settings, outcomes = read_run(arguments.show)
             _print(summary_of(settings, outcomes))
             return 0
         if not arguments.endpoint or not arguments.out:
-            raise CommandError("give --endpoint and --out to measure, --show DIR, or --compare DIR DIR")
+            raise CommandError("give --endpoint and --out to measure, --show DIR, or --compare A B")
         return asyncio.run(_measure(arguments))
+    except KeyboardInterrupt:
+        if arguments.out and (arguments.out / "requests.jsonl").exists():
+            tell("warning", f"the run has not ended; what was answered so far: kimivl-lab ttft --show {arguments.out}")
+        raise
     except (ValueError, OSError, EndpointError) as error:
         raise CommandError(str(error)) from error
 
@@ -91,7 +95,7 @@ async def _measure(arguments: argparse.Namespace) -> int:
         settings = {
             **{
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
-                "endpoint": endpoint.root,
+                "endpoint": endpoint.name,
                 "model": endpoint.model,
             },
             **{"requests": arguments.requests, "rate": arguments.rate, "arrivals": arguments.arrivals},
@@ -137,10 +141,10 @@ async def _calibrate(endpoint: Endpoint, salt: int, limit: int) -> Calibration:
     """Two requests, with and without an image. CommandError where the server answers neither."""
     text = await _ask(endpoint, Request(0, 0.0, (), 0), salt, 1)
     if text.failure not in ("", "no text"):
-        raise CommandError(f"{endpoint.root} does not answer: {text.failure} ({text.detail})")
+        raise CommandError(f"{endpoint.name} does not answer: {text.failure} ({text.detail})")
     image = await _ask(endpoint, Request(0, 0.0, (_CALIBRATION,), 0), salt, 1)
     if image.failure not in ("", "no text"):
-        raise CommandError(f"{endpoint.root} does not answer a request with an image: {image.failure} ({image.detail})")
+        raise CommandError(f"{endpoint.name} does not answer a request with an image: {image.failure} ({image.detail})")
     if text.prompt_tokens is None or image.prompt_tokens is None:
         return Calibration()
     own = image_geometry(*_CALIBRATION, in_token_limit=limit).tokens
@@ -263,26 +267,43 @@ def _about_the_server(server: dict[str, Any]) -> str:
     return f"the server's cache of images: {hits:.0f} hits{of}{skipped}{told}"
 
 
-def _compare(first: Path, second: Path, margin: float) -> int:
-    (settings_a, outcomes_a), (settings_b, outcomes_b) = read_run(first), read_run(second)
-    if other := [name for name in _SAME if settings_a[name] != settings_b[name]]:
-        named = "; ".join(f"{name}: {settings_a[name]} and {settings_b[name]}" for name in other)
-        raise CommandError(f"the runs are not of the same load, {named}")
-    times_a, times_b = _times(outcomes_a), _times(outcomes_b)
-    both = sorted(times_a.keys() & times_b.keys())
-    found = compare([times_a[index] for index in both], [times_b[index] for index in both], margin)
-    table = Table(title=f"A = {first}\nB = {second}", title_justify="left")
+def _compare(folders: Sequence[Path], margin: float) -> int:
+    """`folders` are A and B in turn."""
+    if len(folders) % 2:
+        raise CommandError(f"--compare takes pairs of runs, A B A B ..., got {len(folders)} folders")
+    pairs, times, left_out = [], ([], []), 0
+    for first, second in zip(folders[::2], folders[1::2], strict=True):
+        (settings_a, outcomes_a), (settings_b, outcomes_b) = read_run(first), read_run(second)
+        if other := [name for name in _SAME if settings_a[name] != settings_b[name]]:
+            named = "; ".join(f"{name}: {settings_a[name]} and {settings_b[name]}" for name in other)
+            raise CommandError(f"{first} and {second} are not of the same load, {named}")
+        a, b = _times(outcomes_a), _times(outcomes_b)
+        both = sorted(a.keys() & b.keys())
+        pairs.append(([a[index] for index in both], [b[index] for index in both]))
+        left_out += settings_a["requests"] - len(both)
+        for of_all, of_run in zip(times, (a, b), strict=True):
+            of_all.extend(of_run.values())
+    found = compare_pairs(pairs, margin)
+    named = [", ".join(str(folder) for folder in folders[of::2]) for of in (0, 1)]
+    table = Table(title=f"A = {named[0]}\nB = {named[1]}", title_justify="left")
     for name in ("time to first token", "A ms", "B ms", "B / A", "99 % interval", ""):
         table.add_column(name, justify="left" if name in ("time to first token", "") else "right")
-    a, b = summarise(list(times_a.values())), summarise(list(times_b.values()))
+    a, b = (summarise(of_all) for of_all in times)
     for name, one in found.items():
         interval = f"{one.ratio.low:.3f} to {one.ratio.high:.3f}"
         row = (f"{a[name].value:,.1f}", f"{b[name].value:,.1f}", f"{one.ratio.value:.3f}", interval, one.verdict)
         table.add_row(name, *row)
-    left_out = settings_a["requests"] - len(both)
-    lines = [f"{found['mean'].verdict} (by the mean of {len(both)} requests that both answered, {left_out} left out)"]
-    if found["mean"].verdict != "no difference shown":
-        lines.append("one run of each: if the machine may have changed in between, repeat both in turn")
+    verdict, answered = found["mean"].verdict, sum(len(a) for a, _ in pairs)
+    lines = [f"{verdict} (by the mean of {answered} requests that both answered, {left_out} left out)"]
+    if len(pairs) > 1:
+        each = ", ".join(f"{sum(b) / sum(a):.3f}" for a, b in pairs)
+        lines.append(f"B / A of the means of each pair: {each}")
+    elif verdict != "no difference shown":
+        lines[0] = f"in these two runs, {lines[0]}"
+        lines.append(
+            "Another run of one server may differ as much, because the machine may have changed in between. "
+            "To compare servers, measure them in turn five times and give all pairs: see --help"
+        )
     show(table, *lines)
     return 0
 

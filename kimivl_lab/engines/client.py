@@ -8,7 +8,9 @@ Test: tests/test_ttft.py.
 
 import asyncio
 import json
+import os
 import re
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -63,34 +65,61 @@ class Endpoint:
     """One server.
 
     Args:
-        url: of the server, with or without /v1.
+        url: of the server; a path of its API at the end, such as /v1 or /v1/chat/completions, is left out. An https
+            server whose certificate no public authority signed needs SSL_CERT_FILE in the environment.
         model: the served name; None takes the only one that the server lists.
         timeout: seconds after which a request has failed.
         api_key: sent as a bearer token.
     """
 
     def __init__(self, url: str, model: str | None = None, timeout: float = 120, api_key: str | None = None) -> None:
-        self.root = re.sub(r"(/v1)?/*$", "", url)
+        self.root = re.sub(r"/*(/v1(/models|(/chat)?/completions)?)?/*$", "", url)
+        self.name = re.sub(r"//[^/@]*@", "//", self.root)  # without a password, for records and messages
         self.model, self.timeout = model, timeout
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self.client = httpx.AsyncClient(headers=headers, limits=limits, timeout=httpx.Timeout(timeout), trust_env=False)
+        authorities = os.environ.get("SSL_CERT_FILE")
+        if authorities and not os.path.isfile(authorities):
+            raise EndpointError(f"SSL_CERT_FILE names {authorities}, which is no file")
+        self.client = httpx.AsyncClient(
+            headers=headers,
+            limits=limits,
+            timeout=httpx.Timeout(timeout),
+            trust_env=False,  # a proxy between client and server would be measured too
+            verify=ssl.create_default_context(cafile=authorities) if authorities else True,
+        )
 
     async def __aenter__(self) -> "Endpoint":
-        if self.model is None:
-            try:
-                listed = (await self.client.get(f"{self.root}/v1/models")).raise_for_status().json()
-                names = [entry["id"] for entry in listed["data"]]
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-                await self.client.aclose()
-                raise EndpointError(
-                    f"{self.root}/v1/models does not list a model: {error or type(error).__name__}"
-                ) from error
-            if len(names) != 1:
-                await self.client.aclose()
-                raise EndpointError(f"{self.root} serves {len(names)} models, name one: {', '.join(map(str, names))}")
-            self.model = names[0]
+        try:
+            if self.model is None:
+                self.model = await self._only_model()
+        except EndpointError:
+            await self.client.aclose()
+            raise
         return self
+
+    async def _only_model(self) -> str:
+        """The one model that the server lists. EndpointError where it lists none or several, or does not answer."""
+        url, wait = f"{self.root}/v1/models", min(self.timeout, 30)
+        try:
+            response = await self.client.get(url, timeout=wait)
+        except httpx.TimeoutException as error:
+            raise EndpointError(f"{self.name} did not answer in {wait:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise EndpointError(f"no server answers at {self.name}: {str(error) or type(error).__name__}") from error
+        code, name_it = response.status_code, "name the served model with --model"
+        if code in (401, 403):
+            raise EndpointError(f"{self.name} refuses the request, HTTP {code}: give its key with --api-key")
+        try:
+            names = [str(entry["id"]) for entry in response.raise_for_status().json()["data"]]
+        except (httpx.HTTPStatusError, ValueError, KeyError, TypeError) as error:
+            why = f"HTTP {code}" if code != 200 else "not a list in JSON"
+            raise EndpointError(
+                f"{self.name}/v1/models lists no model ({why}): is this the server's address? If it is, {name_it}"
+            ) from error
+        if len(names) != 1:
+            raise EndpointError(f"{self.name} lists {', '.join(names) or 'no models'}: {name_it}")
+        return names[0]
 
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()

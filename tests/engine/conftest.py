@@ -48,16 +48,22 @@ def environment(tmp_path_factory):
 
 @contextmanager
 def own_group(command, **kwargs):
-    """A process in a group that nobody of survives the block, however it ends."""
+    """A process in a group that nobody of survives the block, however it ends, by `kill -9` of this process too."""
     process = subprocess.Popen(command, start_new_session=True, **kwargs)
+    # The shell waits for the end of its input, which comes when this process ends.
+    watcher = subprocess.Popen(
+        ["sh", "-c", "read -r _; kill -KILL -$0", str(process.pid)], stdin=subprocess.PIPE, start_new_session=True
+    )
     try:
         yield process
     finally:
         for sign, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 20)):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, sign)
-            if _wait(lambda: process.poll() is not None and not group_lives(process.pid), patience):
+            if wait_until(lambda: process.poll() is not None and not group_lives(process.pid), patience):
                 break
+        watcher.kill()
+        watcher.communicate()
 
 
 def group_lives(group):
@@ -70,7 +76,7 @@ def group_lives(group):
     return False
 
 
-def _wait(done, seconds):
+def wait_until(done, seconds):
     end = time.monotonic() + seconds
     while not done() and time.monotonic() < end:
         time.sleep(0.1)
@@ -111,5 +117,5 @@ def served(checkpoint, parts, environment, folder):
                 return client.get("/health").status_code == 200
             return process.poll() is not None
 
-        assert _wait(is_up, 150) and process.poll() is None, log.read_text()[-4000:]
+        assert wait_until(is_up, 150) and process.poll() is None, log.read_text()[-4000:]
         yield client, process

@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import os
+import re
 import shlex
 import shutil
 import signal
@@ -15,10 +17,11 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from kimivl_lab.commands import main as cli
 from kimivl_lab.graphs.packing import pack
 from kimivl_lab.planner.vllm import vllm_flag, vllm_rows
 
-from .conftest import group_lives, own_group, run_in_process, served
+from .conftest import group_lives, own_group, run_in_process, served, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,6 +117,46 @@ def test_a_server_refuses_bad_images_while_it_answers_others(checkpoint, environ
     assert process.poll() is not None and not group_lives(process.pid)
 
 
+def test_time_to_first_token_is_measured(checkpoint, environment, tmp_path, capsys):
+    """`kimivl-lab ttft`: every prompt is counted as predicted, no image is skipped, and a dead server is a summary."""
+    sizes, run, cut = tmp_path / "sizes.csv", tmp_path / "run", tmp_path / "cut"
+    sizes.write_text("width,height,count\n224,224,2\n90,300,1\n640,480,1\n")
+    with served(checkpoint, ["processor", "metadata"], environment, tmp_path) as (client, process):
+        load = ["ttft", "--endpoint", str(client.base_url), "--sizes", str(sizes), "--rate", "6", "--max-tokens", "3"]
+        assert cli.main([*load, "--out", str(run), "--requests", "24", "--images-per-request", "1,2"]) == 0
+        before = client.get("/metrics").text
+        assert [_post(client, [_png(224, 224)]).status_code for _ in range(2)] == [200, 200]
+        assert _counted(client.get("/metrics").text) == _counted(before) + 1  # the counter knows a repeated image
+        tool = [sys.executable, "-m", "kimivl_lab.cli", *load, "--out", str(cut), "--requests", "150"]
+        with subprocess.Popen(tool, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as measuring:
+            lines = cut / "requests.jsonl"
+            wait_until(lambda: lines.exists() and len(lines.read_text().splitlines()) >= 6, 60)
+            os.killpg(process.pid, signal.SIGKILL)
+            _, told = measuring.communicate(timeout=60)
+    assert measuring.returncode == 2 and "Traceback" not in told
+    ended = json.loads((cut / "summary.json").read_text())
+    assert ended["answered"] >= 6 and ended["answered"] + sum(ended["failures"].values()) == 150
+    assert ended["failures"]["not sent"] > 50 and set(ended["failures"]) <= FAILS
+
+    summary = json.loads((run / "summary.json").read_text())
+    outcomes = [json.loads(line) for line in (run / "requests.jsonl").read_text().splitlines()]
+    images, mean = sum(one["images"] for one in outcomes), summary["ttft_ms"]["mean"]["value"]
+    assert summary["answered"] == summary["prompt_tokens_checked"] == 24 < images
+    assert summary["failures"] == {} and summary["prompt_tokens_wrong"] == []
+    server = summary["server"]
+    assert (server["cache_hits"], server["cache_queries"]) == (0, images)
+    assert 0 < server["ttft_ms_mean"] <= mean and all(one["new_tokens"] == 3 for one in outcomes)
+    capsys.readouterr()
+    assert cli.main(["ttft", "--show", str(run)]) == 0 and "24 of 24" in capsys.readouterr().out
+
+
+FAILS = {"connection refused", "connection lost", "bad stream", "not sent"}
+
+
+def _counted(metrics):
+    return sum(float(value) for value in re.findall(r"^vllm:mm_cache_hits_total\{.*\} (\S+)", metrics, re.MULTILINE))
+
+
 @pytest.mark.parametrize("part", ["processor", "tower"])
 def test_a_missing_vision_tensor_stops_the_start(checkpoint, environment, part, tmp_path):
     name, lacking = "vision_tower.encoder.blocks.1.mlp.fc1.bias", tmp_path / "lacking"
@@ -152,6 +195,23 @@ def test_no_process_survives_an_interrupted_start(checkpoint, environment, tmp_p
         process.stdout.readline()  # parent and child run
         signal.raise_signal(signal.SIGINT)
     assert not group_lives(group)
+
+
+def test_no_process_survives_a_killed_test(tmp_path):
+    program = (
+        "import signal, subprocess, sys, time\n"
+        "from tests.engine.conftest import own_group\n"
+        "with own_group(sys.argv[1:], stdout=subprocess.PIPE) as process:\n"
+        "    process.stdout.readline()\n"
+        "    print(process.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", program, sys.executable, "-c", SPAWNS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as tests:
+        group = int(tests.stdout.readline())
+        assert group_lives(group)
+        tests.kill()
+    assert wait_until(lambda: not group_lives(group), 20)
 
 
 # A parent and a child that both ignore SIGTERM, as a hanging server and its worker do.
