@@ -3,18 +3,15 @@
 import importlib.util
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
+from kimivl_lab.engines.server import free_port, own_group, wait_for_health
 from kimivl_lab.kimi_vl.random_checkpoint import write_random_checkpoint
 
 HERE = Path(__file__).parent
@@ -46,49 +43,12 @@ def environment(tmp_path_factory):
     }
 
 
-@contextmanager
-def own_group(command, **kwargs):
-    """A process in a group that nobody of survives the block, however it ends, by `kill -9` of this process too."""
-    process = subprocess.Popen(command, start_new_session=True, **kwargs)
-    # The shell waits for the end of its input, which comes when this process ends.
-    watcher = subprocess.Popen(
-        ["sh", "-c", "read -r _; kill -KILL -$0", str(process.pid)], stdin=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        for sign, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 20)):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, sign)
-            if wait_until(lambda: process.poll() is not None and not group_lives(process.pid), patience):
-                break
-        watcher.kill()
-        watcher.communicate()
-
-
-def group_lives(group):
-    """Whether a process of the group runs; those that ended and that nobody has waited for do not."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(of_group) == group and state != "Z":
-                return True
-    return False
-
-
-def wait_until(done, seconds):
-    end = time.monotonic() + seconds
-    while not done() and time.monotonic() < end:
-        time.sleep(0.1)
-    return done()
-
-
 def run_in_process(checkpoint, parts, out, environment):
     """Runs in_process.py; gives its exit code and what it wrote."""
     command = [sys.executable, HERE / "in_process.py", checkpoint, json.dumps(parts), out]
     single = {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     log = Path(out).with_suffix(".log")
-    with log.open("w") as file, own_group(command, stdout=file, stderr=file, env=single) as process:
+    with own_group(command, log, single) as process:
         process.wait(150)
     return process.returncode, log.read_text()
 
@@ -96,9 +56,8 @@ def run_in_process(checkpoint, parts, out, environment):
 @contextmanager
 def served(checkpoint, parts, environment, folder):
     """An HTTP client of a server with these parts, and the server's process."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    log = folder / "server.log"
+    log, port = folder / "server.log", free_port()
+    url = f"http://127.0.0.1:{port}"
     overrides = {"architectures": [ARCHITECTURE], "kimivl_lab_parts": parts}
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint),
@@ -107,15 +66,8 @@ def served(checkpoint, parts, environment, folder):
         *("--hf-overrides", json.dumps(overrides)),
     ]
     with (
-        log.open("w") as file,
-        own_group(command, stdout=file, stderr=file, env=environment) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False) as client,
+        own_group(command, log, environment) as process,
+        httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
     ):
-
-        def is_up():
-            with suppress(httpx.TransportError):
-                return client.get("/health").status_code == 200
-            return process.poll() is not None
-
-        assert wait_until(is_up, 150) and process.poll() is None, log.read_text()[-4000:]
+        wait_for_health(url, process, log)
         yield client, process

@@ -18,10 +18,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from kimivl_lab.commands import main as cli
+from kimivl_lab.engines.server import group_lives, wait_until
 from kimivl_lab.graphs.packing import pack
 from kimivl_lab.planner.vllm import vllm_flag, vllm_rows
 
-from .conftest import group_lives, own_group, run_in_process, served, wait_until
+from .conftest import run_in_process, served
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -185,40 +186,3 @@ def test_vllm_parses_the_planners_flag(checkpoint, environment, tmp_path):
     command = [sys.executable, "-c", program, "--model", str(checkpoint), "--max-model-len", "4096", *shlex.split(flag)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert "READ True [580, 820, 1105] 5" in done.stdout, done.stderr[-3000:]
-
-
-def test_no_process_survives_an_interrupted_start(checkpoint, environment, tmp_path):
-    """Ctrl-C in a test: the server's group is gone."""
-    group = None
-    with pytest.raises(KeyboardInterrupt), own_group([sys.executable, "-c", SPAWNS], stdout=subprocess.PIPE) as process:
-        group = process.pid
-        process.stdout.readline()  # parent and child run
-        signal.raise_signal(signal.SIGINT)
-    assert not group_lives(group)
-
-
-def test_no_process_survives_a_killed_test(tmp_path):
-    program = (
-        "import signal, subprocess, sys, time\n"
-        "from tests.engine.conftest import own_group\n"
-        "with own_group(sys.argv[1:], stdout=subprocess.PIPE) as process:\n"
-        "    process.stdout.readline()\n"
-        "    print(process.pid, flush=True)\n"
-        "    time.sleep(600)\n"
-    )
-    command = [sys.executable, "-c", program, sys.executable, "-c", SPAWNS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as tests:
-        group = int(tests.stdout.readline())
-        assert group_lives(group)
-        tests.kill()
-    assert wait_until(lambda: not group_lives(group), 20)
-
-
-# A parent and a child that both ignore SIGTERM, as a hanging server and its worker do.
-SPAWNS = """
-import signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("ready", flush=True)
-time.sleep(600)
-"""
