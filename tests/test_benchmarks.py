@@ -32,7 +32,7 @@ from kimivl_lab.bench import (
 )
 from kimivl_lab.bench import compare as compare_module
 from kimivl_lab.bench.compare import compare
-from kimivl_lab.bench.gpu_suite import STEPS, TESTS
+from kimivl_lab.bench.gpu_suite import ENGINE, STEPS, TESTS
 from kimivl_lab.bench.ladder import encode, rungs
 from kimivl_lab.bench.peers import peers
 from kimivl_lab.bench.position_cache import policies, simulate, traffic
@@ -104,7 +104,7 @@ def written(module, arguments, folder, capsys):
     return rows, [one for path in records for one in record_problems(path)]
 
 
-RECORDING = [step for step in STEPS if step.module not in (TESTS, "gpu_checks", "parallel")]
+RECORDING = [step for step in STEPS if step.module not in (TESTS, ENGINE, "gpu_checks", "parallel")]
 
 
 @pytest.mark.parametrize("step", RECORDING, ids=lambda step: step.name)

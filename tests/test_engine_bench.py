@@ -266,6 +266,7 @@ def test_no_process_of_a_server_survives_a_kill_of_the_one_who_started_it(tmp_pa
     )
     command = [sys.executable, "-c", program, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=STUB.parents[1]) as starter:
+        assert starter.stdout
         group = int(starter.stdout.readline())
         assert group_lives(group)
         starter.kill()

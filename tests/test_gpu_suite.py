@@ -15,7 +15,7 @@ import torch
 
 from kimivl_lab.bench import gpu_claims, gpu_ready, gpu_suite
 from kimivl_lab.bench.gpu_claims import CLAIMS
-from kimivl_lab.bench.gpu_suite import STEPS, TESTS, Step, run_steps
+from kimivl_lab.bench.gpu_suite import ENGINE, STEPS, TESTS, Step, run_steps
 from kimivl_lab.measure.records import Recorder
 
 FINE = """print('{"benchmark": "fine", "results": 1}'); print("a warning at exit")"""
@@ -166,7 +166,7 @@ def test_the_exit_code_and_the_last_line_say_how_it_went(options, monkeypatch, c
 
 
 def test_the_steps_fit_six_of_their_eight_minutes_and_the_most_valuable_come_first():
-    assert sum(step.seconds for step in STEPS) <= 360
+    assert sum(step.seconds for step in STEPS if step.module != ENGINE) <= 360 and STEPS[-1].module == ENGINE
     assert all(step.seconds < step.limit for step in STEPS)
     assert [step.name for step in STEPS[:5]] == ["checks", "tests", "encoder", "ladder", "graphs"]
 
@@ -179,7 +179,7 @@ def test_the_tests_step_runs_the_files_that_can_be_imported_and_names_the_others
     assert all("pytest" in program for program in [gpu_suite.program_of(step, options)])
     monkeypatch.setattr(gpu_ready, "gpu_tests", lambda: {files[0]: ("peft",), files[1]: ()})
     program = gpu_suite.program_of(step, options)
-    assert str(files[1]) in program and str(files[0]) not in program and gpu_suite.cannot_run(step) is None
+    assert str(files[1]) in program and str(files[0]) not in program and gpu_suite.cannot_run(step, options) is None
     monkeypatch.setattr(
         gpu_suite, "program_of", lambda step, options: [sys.executable, "-S", "-c", "print('3 passed')"]
     )
@@ -188,7 +188,42 @@ def test_the_tests_step_runs_the_files_that_can_be_imported_and_names_the_others
         "left_out_for_want_of": {str(files[0]): ("peft",)},
     }
     monkeypatch.setattr(gpu_ready, "missing_packages", lambda names: sorted(names))
-    assert gpu_suite.cannot_run(step) == "pytest is not installed"
+    assert gpu_suite.cannot_run(step, options) == "pytest is not installed"
+
+
+def test_the_engine_step_needs_a_vllm_for_the_device_and_this_library_beside_it(tmp_path, monkeypatch):
+    def found(device):
+        gpu_ready.engine_python.cache_clear()
+        return gpu_ready.engine_python(device)
+
+    monkeypatch.setattr(gpu_ready, "ROOT", tmp_path)  # without .engine-venv
+    step, environment = STEPS[-1], tmp_path / ".engine-venv" / "bin"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {PYTHON} -S "$@"\n')  # -S: no package but those of the folder
+    python.chmod(0o755)
+    options = argparse.Namespace(out=tmp_path, device="cpu", seed=0, quick=False, preset=None)
+    assert found("cpu") == ("", f"{python} has no vLLM")
+    assert (
+        run_steps([step], argparse.Namespace(**vars(options), budget=900.0))["steps"]["engine"]["status"] == "skipped"
+    )
+    (tmp_path / "vllm.py").touch()
+    assert "without this library" in found("cpu")[1]
+    (tmp_path / "lab-1.dist-info").mkdir()
+    entry = "[vllm.general_plugins]\nkimivl_lab = kimivl_lab_vllm:register\n"
+    (tmp_path / "lab-1.dist-info" / "entry_points.txt").write_text(entry)
+    (tmp_path / "torch.py").write_text("class version:\n    cuda = None\n")
+    assert found("cuda") == ("", f"{python} has a vLLM for CPUs")
+    environment.mkdir(parents=True)
+    (environment / "python").symlink_to(python)
+    assert found("cpu") == (str(python), "") and gpu_suite.cannot_run(step, options) is None
+    program = gpu_suite.program_of(step, options)
+    assert program[program.index("--engine-python") + 1] == str(python) and "--quick" in program
+    gpu_ready.engine_python.cache_clear()
+
+
+PYTHON = sys.executable
 
 
 def test_packages_that_a_file_imports_are_found():

@@ -11,6 +11,7 @@ import ast
 import importlib
 import importlib.util
 import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,6 +53,39 @@ def gpu_tests() -> dict[Path, tuple[str, ...]]:
     return found
 
 
+@cache
+def engine_python(device: str) -> tuple[str, str]:
+    """The interpreter whose vLLM serves on this device, and ""; or "", and why there is none."""
+    if missing := missing_packages(["httpx"]):
+        return "", f"{missing[0]} is not installed"
+    reasons = []
+    for python in (sys.executable, str(ROOT / ".engine-venv" / "bin" / "python")):
+        if not Path(python).exists():
+            continue
+        done = subprocess.run([python, "-c", _HAS_ENGINE, device], capture_output=True, text=True)
+        if not done.returncode:
+            return python, ""
+        reasons.append(f"{python} {_last(done.stderr)}")
+    return "", "; ".join(reasons)
+
+
+def _last(text: str) -> str:
+    return (text.strip().splitlines() or ["ended"])[-1]
+
+
+_HAS_ENGINE = """
+import sys
+from importlib import metadata, util
+if util.find_spec("vllm") is None:
+    sys.exit("has no vLLM")
+if not metadata.entry_points(group="vllm.general_plugins", name="kimivl_lab"):
+    sys.exit("has vLLM without this library: pip install --no-deps -e .")
+import torch
+if sys.argv[1] != "cpu" and torch.version.cuda is None:
+    sys.exit("has a vLLM for CPUs")
+"""
+
+
 def missing_packages(names: Iterable[str]) -> list[str]:
     """Those of the packages that cannot be found."""
     return sorted(name for name in set(names) if importlib.util.find_spec(name) is None)
@@ -90,6 +124,9 @@ def findings(
     yield _disk(Path(options.out))
     yield _modules(steps)
     yield _tests()
+    if any(step.module == "engine" for step in steps):
+        python, why = engine_python(options.device)
+        yield Finding("vLLM", "optional" if why else "ok", f"{why}: the step is skipped" if why else f"in {python}")
     if on_gpu:
         for check in gpu_checks.run_checks(options.device, ["compiler"]):
             yield Finding("compiler", "ok" if check.ok else "optional", check.means)
@@ -138,7 +175,7 @@ def _disk(folder: Path) -> Finding:
 
 def _modules(steps: Sequence[Any]) -> Finding:
     """Whether the benchmarks can be imported."""
-    modules = [step.module for step in steps if step.module != "pytest"]
+    modules = [step.module for step in steps if step.module not in ("pytest", "engine")]
     failed = {}
     for module in modules:
         try:

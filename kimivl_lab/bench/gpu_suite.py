@@ -5,9 +5,12 @@
     python -m kimivl_lab.bench.gpu_suite --device cpu --quick        a dry run of every step, with small towers
 
 It runs from the repository's folder (PYTHONPATH=. is enough): torch, transformers, numpy and Pillow must be installed,
-and pytest for the step "tests". Each step is a process group of its own. At its limit the whole group is killed, and a
-step that fails, even by taking the device down, loses only the rows that it has not written yet. The benchmarks check
-before they time and write their records row by row into --out. Beside the records, in the folder `gpu_suite`:
+and pytest for the step "tests". The step "engine" is an A/B inside vLLM servers. It needs vLLM and httpx, and this library
+installed beside vLLM. Its servers take minutes, so ask for it by --only engine or a --budget of 800.
+
+Each step is a process group of its own. At its limit the whole group is killed, and a step that fails, even by taking
+the device down, loses only the rows that it has not written yet. The benchmarks check before they time and write their
+records row by row into --out. Beside the records, in the folder `gpu_suite`:
 
     results.json    rewritten after every step: what ran, what failed and why, what each claim of the lessons came to
     NAME.log        everything that a step printed
@@ -28,7 +31,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +41,7 @@ from ..measure.provenance import provenance
 from . import gpu_claims, gpu_ready, harness
 
 TESTS = "pytest"
+ENGINE = "engine"
 _TOWERS = ("encoder", "graphs", "ladder", "syncs", "parallel")  # they have --preset
 _POLL_S = 0.1
 _LAST_LINES = 4
@@ -73,6 +77,8 @@ class Step:
 #   rope       compiled rotation for 4 batches 8 s
 #   attention  4 batches, at most 5 kernels, 17 rounds
 #   parallel   two starts of ranks 20 s; batches of at most 16 images
+#   engine     three starts of a vLLM server, a minute each, and its loads: more than is left of eight minutes, so it
+#              needs --only engine or a larger --budget
 STEPS = (
     Step("checks", "gpu_checks", 30),
     Step("tests", TESTS, 40, limit=120),
@@ -86,6 +92,7 @@ STEPS = (
     Step("attention", "attention", 15, limit=60),
     Step("parallel", "parallel", 40, ("--dtype", "bfloat16", "--preset", "kimi-vl-a3b")),
     Step("upload", "upload", 15, limit=60),
+    Step("engine", ENGINE, 300, ("--quick", "--dtype", "bfloat16"), limit=600),
 )
 
 
@@ -107,6 +114,8 @@ def arguments_of(step: Step, options: argparse.Namespace) -> list[str]:
 
 def program_of(step: Step, options: argparse.Namespace) -> list[str]:
     """The step's whole command."""
+    if step.module == ENGINE:
+        step = replace(step, arguments=(*step.arguments, "--engine-python", gpu_ready.engine_python(options.device)[0]))
     if step.module != TESTS:
         return [sys.executable, "-m", f"kimivl_lab.bench.{step.module}", *arguments_of(step, options)]
     files = [str(file) for file, missing in gpu_ready.gpu_tests().items() if not missing]
@@ -114,8 +123,10 @@ def program_of(step: Step, options: argparse.Namespace) -> list[str]:
     return [sys.executable, "-m", "pytest", *fixed, *files]
 
 
-def cannot_run(step: Step) -> str | None:
+def cannot_run(step: Step, options: argparse.Namespace) -> str | None:
     """Why a step is skipped on this machine; None if it can run."""
+    if step.module == ENGINE:
+        return gpu_ready.engine_python(options.device)[1] or None
     if step.module != TESTS:
         return None
     if "pytest" in gpu_ready.missing_packages(["pytest"]):
@@ -230,7 +241,7 @@ def run_steps(steps: Sequence[Step], options: argparse.Namespace) -> dict[str, A
         try:
             for step in steps:
                 found, left = results["steps"][step.name], deadline - time.monotonic()
-                if (reason := cannot_run(step)) is not None:
+                if (reason := cannot_run(step, options)) is not None:
                     found |= {"status": "skipped", "why": reason}
                 elif left < step.seconds and not options.quick:
                     found |= {"status": "skipped", "why": f"{left:.0f} s left, expected to take {step.seconds} s"}

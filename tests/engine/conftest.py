@@ -45,7 +45,7 @@ def environment(tmp_path_factory):
 
 def run_in_process(checkpoint, parts, out, environment):
     """Runs in_process.py; gives its exit code and what it wrote."""
-    command = [sys.executable, HERE / "in_process.py", checkpoint, json.dumps(parts), out]
+    command = [sys.executable, str(HERE / "in_process.py"), str(checkpoint), json.dumps(parts), str(out)]
     single = {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     log = Path(out).with_suffix(".log")
     with own_group(command, log, single) as process:
@@ -60,7 +60,7 @@ def served(checkpoint, parts, environment, folder):
     url = f"http://127.0.0.1:{port}"
     overrides = {"architectures": [ARCHITECTURE], "kimivl_lab_parts": parts}
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)),
         *("--served-model-name", "kimi-vl", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--enforce-eager", "--max-model-len", "4096", "--max-num-batched-tokens", "4096", "--max-num-seqs", "4"),
         *("--hf-overrides", json.dumps(overrides)),
