@@ -252,22 +252,3 @@ def test_no_process_survives_a_server(tmp_path):
     ):
         wait_for_health("http://127.0.0.1:9", process, tmp_path / "log", 0.3)
     assert not group_lives(process.pid)
-
-
-def test_no_process_of_a_server_survives_a_kill_of_the_one_who_started_it(tmp_path):
-    """SIGKILL, as the suite for a GPU ends a step: nothing of the process that is killed can clean up."""
-    program = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from kimivl_lab.engines.server import own_group\n"
-        "with own_group([sys.executable, '-c', 'import time; time.sleep(600)'], Path(sys.argv[1])) as process:\n"
-        "    print(process.pid, flush=True)\n"
-        "    time.sleep(600)\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=STUB.parents[1]) as starter:
-        assert starter.stdout
-        group = int(starter.stdout.readline())
-        assert group_lives(group)
-        starter.kill()
-    assert wait_until(lambda: not group_lives(group), 20)

@@ -5,8 +5,8 @@
     python -m kimivl_lab.bench.gpu_suite --device cpu --quick        a dry run of every step, with small towers
 
 It runs from the repository's folder (PYTHONPATH=. is enough): torch, transformers, numpy and Pillow must be installed,
-and pytest for the step "tests". The step "engine" is an A/B inside vLLM servers. It needs vLLM and httpx, and this library
-installed beside vLLM. Its servers take minutes, so ask for it by --only engine or a --budget of 800.
+and pytest for the step "tests". The step "engine" is an A/B inside vLLM servers. It needs vLLM and httpx, and this
+library installed beside vLLM. Its servers take minutes, so ask for it by --only engine or a --budget of 800.
 
 Each step is a process group of its own. At its limit the whole group is killed, and a step that fails, even by taking
 the device down, loses only the rows that it has not written yet. The benchmarks check before they time and write their
