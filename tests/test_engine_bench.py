@@ -131,16 +131,16 @@ def test_the_ratios_are_to_vllm_and_of_the_requests_that_both_answered():
 
 def test_the_simulation_of_what_the_model_made_has_no_error():
     """Calibration from known stage times and loads that the model itself answers: they are found again."""
-    stages = Stages(CallCost(0.01, 3e-4), CallCost(0.005, 2e-4), CallCost(0.002, 1e-5))
+    stages = Stages(CallCost(0.01, 3e-4), CallCost(0.005, 2e-4), CallCost(0.002, 1e-8))
     settings = {"seed": 5, "in_token_limit": 1024, "new_tokens": 4, "batched_tokens": 4096, "max_requests": 16}
     settings["chunked"] = False
     rows = []
     for count in (1, 2, 4):
         images, prompt = [256] * count, 20 + 264 * count
         encode = stages.encode(images)
-        sizes = {"images": count, "tokens": 256 * count, "prompt_tokens": prompt}
+        sizes = {"case": f"{count} of 448x448", "images": count, "tokens": 256 * count, "prompt_tokens": prompt}
         times = {"encoder_ms": 1e3 * encode, "prefill_ms": 1e3 * (encode + stages.language([prompt]))}
-        times |= {"outside_ms": 1e3 * stages.prepare(images), "decode_ms": 1e3 * stages.language([1])}
+        times |= {"outside_ms": 1e3 * stages.prepare([448 * 448] * count), "decode_ms": 1e3 * stages.language([1])}
         rows.append({"phase": "calibration", "variant": "vllm", **sizes, **times})
     common = {"case": "published half", "variant": "vllm", "workload": "published", "load_share": 0.5}
     common |= {"arrivals_per_s": 2.0}
@@ -148,7 +148,7 @@ def test_the_simulation_of_what_the_model_made_has_no_error():
     for restart in (1, 2):
         rows.append({**common, "phase": "restart", "restart_count": restart, "requests_count": 50})
         requests = engine_simulation.drawn(settings, "published", "half", restart, 50, 2.0)
-        jobs = [Job(one.arrival, (256, 256), 36, 4) for one in requests]
+        jobs = [Job(one.arrival, (256, 256), 36, 4, (448 * 448,) * 2) for one in requests]
         times += simulate(jobs, stages, Limits(4096, None, 16, chunked=False)).ttft
     mean = 1e3 * sum(times) / len(times)
     rows.append({**common, "phase": "load", "requests_count": 100, "ttft_ms": mean})

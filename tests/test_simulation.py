@@ -46,6 +46,11 @@ def test_one_request_takes_the_sum_of_its_stages():
     assert [step.tokens for step in timeline.steps] == [(180,), (1,), (1,)]
 
 
+def test_images_are_prepared_by_their_pixels():
+    (one,) = simulate([Job(0.0, (100,), pixels=(4000,))], STAGES).requests
+    assert one.ready == pytest.approx(0.5 + 4.0)
+
+
 def test_two_requests_at_once_share_a_step_and_its_fixed_times():
     """Prepared in turn, so only the third finds the second waiting: it joins the step after the first one's."""
     quick = replace(STAGES, prepare=CallCost(0.1))

@@ -64,7 +64,11 @@ TEXT = {
 }
 REQUESTS = {"light": 12, "half": 30, "high": 60}  # of a load on one started server
 QUICK_REQUESTS = {"light": 4, "half": 8, "high": 20}
-CALIBRATION = (((224, 224),), ((448, 448),), ((448, 448),) * 2, ((448, 448),) * 4)
+# Images of one size each: by tokens for the encoder, and two large ones whose preparation costs more than their tokens.
+CALIBRATION = (
+    *(((224, 224),), ((448, 448),), ((448, 448),) * 2, ((448, 448),) * 4),
+    *(((600, 1400),), ((2480, 3508),)),
+)
 QUESTION = "Describe the image."
 NEW_TOKENS = 4
 _ASKED = 12  # new tokens of a checked answer
@@ -141,6 +145,7 @@ class EngineBench:
         self.requests = dict(QUICK_REQUESTS if options.quick else REQUESTS)
         self.different: dict[str, float] = {}  # of each arm: the share of checked answers that are not those of "vllm"
         self.loads: dict[tuple[str, str, str], dict[int, Measured]] = {}  # by arm, workload and share; then by restart
+        self.bodies: dict[tuple[int, str, str], list[bytes]] = {}  # of the restart's loads, the same for each arm
         self.versions: set[str] = set()
 
     def run(self) -> None:
@@ -249,7 +254,7 @@ class EngineBench:
         for repeat in range(3 if self.options.quick else 6):
             for place, sizes in enumerate(CALIBRATION):
                 request = Request(0, 0.0, sizes, seed=1000 * repeat + place)
-                one = await self._timed(endpoint, [request], salt=1 + (restart or 0))
+                one = await self._timed(endpoint, [request], bodies_of(endpoint, [request], 1 + (restart or 0)))
                 if repeat and one.answered:
                     found[sizes].append(one)
         for sizes, singles in found.items():
@@ -274,7 +279,7 @@ class EngineBench:
         for workload in WORKLOADS:
             count = 10 if self.options.quick else 24
             requests = drawn(self.settings, workload, "high", 0, count, 1e6)
-            found = await self._timed(endpoint, requests, salt=0)
+            found = await self._timed(endpoint, requests, bodies_of(endpoint, requests, 0))
             if len(found.answered) < count:
                 raise ServerError(f"{count - len(found.answered)} of {count} requests at once failed")
             self.rates[workload] = count / found.seconds
@@ -296,7 +301,11 @@ class EngineBench:
     async def _load(self, arm: str, restart: int, workload: str, share: str, endpoint: Endpoint) -> None:
         rate, count = SHARES[share] * self.rates[workload], self.requests[share]
         requests = drawn(self.settings, workload, share, restart, count, rate)
-        found = await self._timed(endpoint, requests, salt=10 + restart)
+        self.bodies = {key: bodies for key, bodies in self.bodies.items() if key[0] == restart}
+        key = (restart, workload, share)
+        if key not in self.bodies:
+            self.bodies[key] = await asyncio.to_thread(bodies_of, endpoint, requests, 10 + restart)
+        found = await self._timed(endpoint, requests, self.bodies[key])
         row: Row = {"case": f"{workload} {share}", "variant": arm, "phase": "restart", "workload": workload}
         row |= {"load_share": SHARES[share], "arrivals_per_s": rate, "restart_count": restart}
         note = failures(found)
@@ -307,11 +316,8 @@ class EngineBench:
             raise ServerError(f"none of {count} requests was answered: {failures(found)}")
         self.loads.setdefault((arm, workload, share), {})[restart] = found
 
-    async def _timed(self, endpoint: Endpoint, requests: Sequence[Request], salt: int) -> Measured:
+    async def _timed(self, endpoint: Endpoint, requests: Sequence[Request], bodies: Sequence[bytes]) -> Measured:
         """Sends requests at their arrivals, between two looks at the engine's clocks."""
-        bodies = await asyncio.to_thread(
-            lambda: [endpoint.body(message(request, QUESTION, salt), NEW_TOKENS) for request in requests]
-        )
         limit = self.settings["in_token_limit"]
         outcomes = [Outcome(one.index, one.arrival, len(one.sizes), one.image_tokens(limit)) for one in requests]
         await self._encoder_seconds(endpoint)  # forgets earlier requests
@@ -375,6 +381,10 @@ class EngineBench:
                 row |= {"encoder_ratio": round(ratio.value, 4), "encoder_low_ratio": round(ratio.low, 4)}
                 row["encoder_high_ratio"] = round(ratio.high, 4)
             yield row
+
+
+def bodies_of(endpoint: Endpoint, requests: Sequence[Request], salt: int) -> list[bytes]:
+    return [endpoint.body(message(request, QUESTION, salt), NEW_TOKENS) for request in requests]
 
 
 def answered_by_both(first: Measured, second: Measured) -> tuple[list[float], list[float]]:

@@ -10,6 +10,7 @@ Test: tests/test_engine_bench.py. Record: engine__*.csv.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from statistics import mean
 from typing import Any
 
@@ -62,7 +63,8 @@ def stages_of(rows: Sequence[Mapping[str, Any]], arm: str) -> Stages:
     own = [row for row in rows if row["phase"] == "calibration" and row["variant"] == arm]
     if not own or not all(row.get("encoder_ms") for row in own):
         raise ValueError(f"no calibration of {arm!r} with the engine's clock of the encoder")
-    images = [_images(row) for row in own]
+    images = [[round(row["tokens"] / row["images"])] * round(row["images"]) for row in own]  # all of one size
+    pixels = [[prod(map(int, row["case"].split()[-1].split("x")))] * round(row["images"]) for row in own]
     encode = [row["encoder_ms"] / 1e3 for row in own]
     prompts: list[Sequence[int]] = [[round(row["prompt_tokens"])] for row in own]
     language = [max(row["prefill_ms"] - row["encoder_ms"], 1e-3) / 1e3 for row in own]
@@ -70,7 +72,7 @@ def stages_of(rows: Sequence[Mapping[str, Any]], arm: str) -> Stages:
     return Stages(
         encode=CallCost.fit(images, encode),
         language=CallCost.fit([*prompts, *([1] for _ in own)], [*language, *decode]),
-        prepare=CallCost.fit(images, [max(row["outside_ms"], 1e-3) / 1e3 for row in own]),
+        prepare=CallCost.fit(pixels, [max(row["outside_ms"], 1e-3) / 1e3 for row in own]),
     )
 
 
@@ -85,7 +87,8 @@ def jobs_of(rows: Sequence[Mapping[str, Any]], requests: Sequence[Request], sett
     for one in requests:
         images = tuple(image_geometry(*size, in_token_limit=settings["in_token_limit"]).tokens for size in one.sizes)
         text = round(less + around * (len(images) - few))
-        made.append(Job(one.arrival, images, text, settings["new_tokens"]))
+        pixels = tuple(width * height for width, height in one.sizes)
+        made.append(Job(one.arrival, images, text, settings["new_tokens"], pixels))
     return made
 
 
@@ -170,9 +173,3 @@ def _published_times(tokens: int, per_image: float, weights_s: float, fixed: flo
     jobs = [Job(one.arrival, (tokens,) * 2, _QUESTION, _ANSWER) for one in requests]
     encode = CallCost(fixed, per_image / tokens)
     return simulate(jobs, Stages(encode=encode, language=CallCost(weights_s, per_token))).ttft
-
-
-def _images(row: Mapping[str, Any]) -> list[int]:
-    """Tokens of the images of a calibrating request: all of one size."""
-    images = round(row["images"])
-    return [round(row["tokens"] / images)] * images

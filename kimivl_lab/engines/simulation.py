@@ -15,7 +15,7 @@ encoders and the step waits for the slowest; the language model stays one.
 
 Not modelled: memory for the cache of keys and values, preemption, cached images and prefixes, a host that is slower
 while a step runs, and the attention of a chunk to the chunks before it. A request's images come before its text. All
-times are in seconds, all sizes in merged tokens.
+times are in seconds, all sizes but pixels in merged tokens.
 
 Batching has a known anomaly: one more request can make another one faster, when it delays a step so that the other one
 still joins it. With `requests=1` there is none.
@@ -91,7 +91,8 @@ class Stages:
     Attributes:
         encode: of a call of one encoder, from its images' tokens.
         language: of a call of the language model, from the tokens of each request in it (an answer's next token is 1).
-        prepare: on the host, from a request's images' tokens.
+        prepare: on the host, from the pixels of a request's images before they are resized (tokens where a job has no
+            pixels).
         deliver_s: from the end of a step until the client holds the token.
     """
 
@@ -110,12 +111,14 @@ class Job:
         images: tokens of each image.
         text: the prompt's other tokens.
         new_tokens: of the answer.
+        pixels: of each image before it is resized.
     """
 
     arrival: float
     images: tuple[int, ...] = ()
     text: int = 1
     new_tokens: int = 1
+    pixels: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> int:
@@ -239,7 +242,7 @@ def simulate(jobs: Sequence[Job], stages: Stages, limits: Limits = Limits(), ran
     free = -math.inf
     for place in order:
         start = max(free, jobs[place].arrival)
-        free = start + stages.prepare(jobs[place].images)
+        free = start + stages.prepare(jobs[place].pixels or jobs[place].images)
         prepares.append((start, free))
         offsets = list(accumulate(jobs[place].images, initial=0))
         coming.append(_Progress(jobs[place], place, free, offsets=offsets))
