@@ -61,6 +61,7 @@ SEMANTIC = {
 }
 LIVE_SEMANTIC = {
     "another word": ([printed("packed is faster: 2 ms")], [printed("packed is slower: 3 ms")]),
+    "a line again": ([printed("a 2\nb 1\n")], [printed("a 3\nb 1\na 3\n")]),
     "a line more": ([printed(TIMES)], [printed(TIMES + "eager 3 ms\n")]),
     "not a number": ([printed("2 ms")], [printed("nan ms")]),
     "another dtype": ([printed("float32: 2 ms")], [printed("float16: 2 ms")]),
@@ -129,6 +130,12 @@ def test_the_worst_change_of_a_cell_counts_and_both_texts_are_shown():
     assert "1652 tokens" in change.text and "1653 tokens" in change.text and "1 more line" in change.text
 
 
+def test_of_a_live_cell_the_changed_words_are_shown():
+    before, after = "p = 127 GFLOP/s\nfurthest: gelu\n", "p = 50 GFLOP/s\nfurthest: norms\n"
+    (change,) = changes(notebook(printed(before), tags=[LIVE]), notebook(printed(after), tags=[LIVE]))
+    assert change == Change(1, "semantic", "'furthest: gelu' -> 'furthest: norms'")
+
+
 def test_cells_are_compared_with_those_of_the_same_code():
     cells = [new_code_cell(f"{name}()", outputs=[printed(name)], execution_count=None) for name in "abcd"]
     before, after = new_notebook(cells=cells[:3]), new_notebook(cells=[cells[0], cells[3], cells[1], cells[2]])
@@ -194,7 +201,7 @@ def test_saved_notebooks_change_only_when_that_is_asked_for(course, capsys):
     write("print(1653)", minutes=9)
     assert run() == 1 and path.read_bytes() != committed
     said = capsys.readouterr().out
-    assert "'1652' -> '1653'" in said and "minutes_cpu to 1" in said and "2 semantic" in said
+    assert "'1652' -> '1653'" in said and "is 9, and should be 1" in said and "1 semantic" in said
     assert run("--accept") == 0
     again = nbformat.read(path, as_version=4)
     assert again.cells[0].outputs[0].text == "1653\n" and again.cells[0].id == saved.cells[0].id

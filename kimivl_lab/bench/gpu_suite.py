@@ -319,6 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", help="steps whose name begins so, e.g. encoder")
     parser.add_argument("--preset", help='of the towers: "kimi-vl-a3b"; in a dry run on a CPU "tiny"')
     options = parser.parse_args(arguments)
+    if not hasattr(os, "killpg"):
+        parser.error("it ends a step by its process group, which Windows does not have: run it in Linux or WSL")
     on_cpu = not options.device.startswith("cuda")
     if options.preset is None and on_cpu and options.quick:
         options.preset = "tiny"

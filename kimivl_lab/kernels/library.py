@@ -3,8 +3,8 @@
 The machine's C compiler builds a library in a few seconds, for one instruction set at a time. The code uses no header
 of Python or torch and is called through ctypes, so one build serves every version of both. The file is kept in the
 user's cache, named by a hash of its sources, flags and compiler. Two processes that build at the same time end with the
-same file. The library is not linked to an OpenMP runtime: it shares the runtime, and the threads, that torch has
-loaded.
+same file, and a file of another user is not loaded. The library is not linked to an OpenMP runtime: it shares the
+runtime, and the threads, that torch has loaded.
 
     "amx"    Intel's matrix extensions, bfloat16: attention, linear layers, rope
     "simd"   AVX-512, or AVX2 where there is no AVX-512, float32: attention
@@ -243,16 +243,29 @@ def _compiler() -> list[str]:
 
 def _build_unless_there(name: str, isa: str, target: Path) -> None:
     if target.exists():
+        _require_own(target.parent, target)
         return
     _LOG.info("building the %s with %s: once, a few seconds", LIBRARIES[name].title, shlex.join(_compiler()))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _require_own(target.parent)
+        building = tempfile.TemporaryDirectory(dir=target.parent)
+    except OSError as error:
+        raise BuildError(f"{error.strerror}: {target.parent}; XDG_CACHE_HOME names another folder") from error
+    with building as folder:
         for source, text in _sources(name).items():
             (Path(folder) / source).write_bytes(text)
         built = _compile([*_compiler(), *_flags(name, isa)], Path(folder))
         with built.open("rb") as file:
             os.fsync(file.fileno())
         built.replace(target)
+
+
+def _require_own(*paths: Path) -> None:
+    """BuildError for a file or folder that another user, root excepted, could fill with code for this process."""
+    for path in paths:
+        if (owner := path.stat().st_uid) not in (os.getuid(), 0):
+            raise BuildError(f"{path} belongs to another user ({owner}); XDG_CACHE_HOME names another folder")
 
 
 def _compile(compiler: list[str], folder: Path) -> Path:

@@ -5,6 +5,7 @@
 Test: tests/test_lessons.py, tests/test_workshop.py.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -39,10 +40,9 @@ def environment() -> list[Requirement]:
         Requirement("Python 3.11 or newer", sys.version_info >= (3, 11), platform.python_version(), _CURE),
         *_packages(),
         _project(),
-        Requirement(
-            f"{_LEAST_GIB} GiB of memory", _memory_gib() >= _LEAST_GIB, f"{_memory_gib():.0f} GiB", "close programs"
-        ),
+        _memory(),
         Requirement("2 processor cores", usable_cores() >= 2, f"{usable_cores()}", "expect twice the machine minutes"),
+        _threads(),
     ]
 
 
@@ -92,15 +92,21 @@ def _project() -> Requirement:
     return Requirement("the project's data", True, found, "")
 
 
-def _memory_gib() -> float:
+def _memory() -> Requirement:
     """Memory that is free now, or all of it where the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-        if available:
-            return int(available[1]) / 2**20
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    name, gib = f"{_LEAST_GIB} GiB of memory", None
+    with contextlib.suppress(OSError):
+        if available := re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii")):
+            gib = int(available[1]) / 2**20
+    if gib is None and hasattr(os, "sysconf"):  # macOS
+        gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if gib is None:
+        return Requirement(name, True, "not told here", "")
+    return Requirement(name, gib >= _LEAST_GIB, f"{gib:.1f} GiB", "close programs")
 
 
-if __name__ == "__main__":
-    print_environment()
+def _threads() -> Requirement:
+    """More threads than cores wait for each other: torch does not see how much of the cores a container may use."""
+    threads, cores = torch.get_num_threads(), usable_cores()
+    cure = f"set OMP_NUM_THREADS={cores} and start Jupyter again"
+    return Requirement("cores for all threads", threads <= cores, f"{threads} on {cores} cores", cure)

@@ -23,6 +23,8 @@ def peak_memory_mib(run: Callable[[], object], device: torch.device | str = "cpu
         run()
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    if not _CLEAR.exists():  # macOS, Windows
+        return None
     _give_back_freed_memory()
     try:
         _CLEAR.write_text("5")  # sets the peak back to what is resident now

@@ -5,6 +5,7 @@ Test: tests/test_records.py.
 
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _PACKAGES = ("torch", "transformers", "numpy", "pillow", "flash-attn")
 
 
@@ -34,8 +36,18 @@ def device_slug(device: torch.device | str = "cpu") -> str:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: those it may run on, or a container's share of their time, rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, _cpu_quota())))
+
+
+def _cpu_quota() -> float:
+    """Cores' worth of time that Linux gives to this container (docker --cpus, a limit of Kubernetes); inf for all."""
+    try:
+        quota, period = _CPU_MAX.read_text("ascii").split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # not Linux, no limit ("max"), or the files of an older kernel
+        return math.inf
 
 
 def versions() -> dict[str, str]:

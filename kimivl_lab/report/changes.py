@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
 from itertools import zip_longest
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -120,19 +121,22 @@ def _text_change(one: str, other: str, *, live: bool) -> tuple[str, str]:
     before, after = _lines(one), _lines(other)
     if before == after:
         return "cosmetic", "white space, addresses or torch's build"
-    masked_before, masked_after = (sorted(_NUMBER.sub("#", line) for line in lines) for lines in (before, after))
-    if live and masked_before == masked_after:
-        return "timing", f"numbers in {sum(line not in before for line in after)} of {len(after)} lines"
+    if live:
+        masked = [_NUMBER.sub("#", line) for line in before], [_NUMBER.sub("#", line) for line in after]
+        if sorted(masked[0]) == sorted(masked[1]):
+            return "timing", f"numbers in {sum(line not in before for line in after)} of {len(after)} lines"
+        before = [line for line, words in zip(before, masked[0], strict=True) if words not in masked[1]]
+        after = [line for line, words in zip(after, masked[1], strict=True) if words not in masked[0]]
     pairs = [pair for pair in zip_longest(before, after, fillvalue="") if pair[0] != pair[1]]
+    if not pairs:
+        return "semantic", "a line that stood there already came again, or one of them went"
     rest = f", and {len(pairs) - 1} more lines" if len(pairs) > 1 else ""
     return "semantic", f"{_excerpt(*pairs[0])}{rest}"
 
 
 def _excerpt(before: str, after: str) -> str:
     """Both lines from a little before their first difference."""
-    same = next(
-        (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
-    )
+    same = len(commonprefix([before, after]))
     start = max(0, same - _SHOWN // 2)
     return " -> ".join(repr(line[start : start + _SHOWN]) for line in (before, after))
 

@@ -73,8 +73,8 @@ def _refresh(name: Path, arguments: argparse.Namespace) -> list[Change] | None:
         found = changes(_without_run(before), _without_run(after))
     minutes, said = machine_minutes(execution.seconds), after.metadata.get("kimivl_lab", {}).get("minutes_cpu")
     if said is not None and said not in minutes:
-        words = f"it took {execution.seconds:.0f} s, and the text says {said} minutes: set minutes_cpu to {minutes[0]}"
-        found.append(Change(0, "semantic", words))
+        words = f"it took {execution.seconds:.0f} s: minutes_cpu of the text is {said}, and should be {minutes[-1]}"
+        found.append(Change(0, "timing", words))
     if arguments.accept:
         _take_over(after, target, arguments.out)
     return found
