@@ -22,7 +22,6 @@ import torch
 from PIL import Image
 from transformers.utils import logging
 
-from ..bench.engine_simulation import published as simulated_publication
 from ..config import KimiVLConfig, MoonViTConfig
 from ..datasets import data_path
 from ..engines.load_statistics import STATISTICS
@@ -353,16 +352,13 @@ def _range(values: Sequence[float] | np.ndarray) -> str:
 
 def engine_record() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and origin of the kept record of vLLM, unmodified and with this library's parts."""
-    try:
-        return read_record(find_record("engine", data_path("measurements")))
-    except FileNotFoundError:
-        return [dict(row) for row in simulated_publication()], {"device": "no record yet", "date": ""}
+    return read_record(find_record("engine", data_path("measurements")))
 
 
 def engine_table(rows: Sequence[Row]) -> str:
     """One line for each measured load and variant: TTFT, the engine's own clock of its encoder, and the ratios."""
     errors = {(row["case"], row["policy"]): row["error_ratio"] for row in rows if row["phase"] == "simulation"}
-    lines = ["load             variant       mean      P99  encoder    mean / vllm, 99 % interval   simulated"]
+    lines = ["times in ms      variant       mean      P99  encoder    mean / vllm, 99 % interval   simulated"]
     for row in _measured(rows):
         case, variant = row["case"], row["variant"]
         times = f"{row['ttft_ms']:8.0f} {row['ttft_ms_p99']:8.0f} {row['encoder_ms']:8.0f}"
@@ -377,7 +373,7 @@ def engine_table(rows: Sequence[Row]) -> str:
 def faster_parts(rows: Sequence[Row], case: str = "published high") -> str:
     """Which of our parts is faster than unmodified vLLM, by the record's own verdict; one of `PART_CHOICES`."""
     notes = {row["variant"]: row["note"] for row in _measured(rows) if row["case"] == case}
-    faster = [name for name in ("metadata", "tower") if notes.get(name) == f"{name} is faster"]
+    faster = [name for name in ("metadata", "tower") if (notes.get(name) or "").startswith(f"{name} is faster")]
     return "both" if len(faster) == 2 else (faster or ["none"])[0]
 
 
@@ -415,4 +411,7 @@ def engine_knees(rows: Sequence[Row]) -> dict[str, dict[str, EngineKnee]]:
 
 
 def _measured(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["phase"] == "load" and row["ttft_ms"] is not None]
+    """The loads by workload and rate, and the variants of each "vllm" first."""
+    found = [row for row in rows if row["phase"] == "load" and row["ttft_ms"] is not None]
+    order = ("vllm", *PART_CHOICES[1:3])
+    return sorted(found, key=lambda row: (row["workload"], row["load_share"], order.index(row["variant"])))

@@ -169,9 +169,9 @@ def faster_encoder(
 
 def engine_knees(workloads: Mapping[str, Mapping[str, EngineKnee]], *, title: str, subtitle: str) -> tuple[Figure, Any]:
     """One panel for each workload: the mean TTFT over the load, simulated as lines and measured as marks."""
-    fig, axes = new_figure(10, 4.6, ncols=max(1, len(workloads)), squeeze=False)
+    fig, axes = new_figure(10, 4.6, ncols=len(workloads), squeeze=False)
     styles = {"vllm": ("orange", "--", "s"), "metadata": ("sky", "-.", "^"), "tower": ("navy", "-", "o")}
-    for ax, (workload, variants) in zip(axes[0], workloads.items(), strict=False):
+    for ax, (workload, variants) in zip(axes[0], workloads.items(), strict=True):
         for place, (variant, knee_of) in enumerate(variants.items()):
             color, line, marker = styles[variant]
             ax.plot(*knee_of.predicted.values(), ls=line, color=COLORS[color])
@@ -183,7 +183,6 @@ def engine_knees(workloads: Mapping[str, Mapping[str, EngineKnee]], *, title: st
         ax.set(title=workload, xlabel="rate, as a share of the capacity", ylim=(0, None))
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes[0, 0].set_ylabel("mean TTFT, ms")
-    if workloads:
-        axes[0, 0].legend(loc="upper left")
+    axes[0, 0].legend(loc="upper left")
     set_titles(fig, title, subtitle)
     return fig, axes[0]

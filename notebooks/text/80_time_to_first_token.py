@@ -149,9 +149,11 @@ flops_per_ms = matmul_peak_tflops(torch.float32) * 1e9
 work = server.flops((640, 427))
 predicted = {"encode": work.encode / flops_per_ms, "prefill": work.prefill / flops_per_ms}
 measured = {stage: timing.p50_ms for stage, timing in timed.items()}
+print("stage        measured  predicted   ratio   (ms)")
 for stage, ms in measured.items():
-    by_flops = f"{predicted[stage]:8.1f} {ms / predicted[stage]:8.2f}" if stage in predicted else ""
-    print(f"{stage:12s} measured {ms:8.1f} ms   predicted {by_flops}")
+    told = predicted.get(stage)
+    by_flops = f"{told:10.1f} {ms / told:7.2f}" if told else ""
+    print(f"{stage:12s} {ms:8.1f} {by_flops}")
 longest = max(measured, key=lambda stage: measured[stage])
 print("longest:", longest, "- your guess:", stage_guess.value)
 
@@ -163,10 +165,10 @@ fig, ax = draw.stacked_stages(bars, title=title, subtitle=plots.measured_on(note
 plt.show()
 
 # %% [markdown]
-# *How to read it:* a bar is one request, and its parts are the stages in their order. Where the
-# measured part is longer than the predicted one, the arithmetic is not what the time is spent on.
-# The experts of a layer are many small products, and all their weights are read from memory, and
-# preprocessing moves bytes and computes little. The first token itself takes almost no time.
+# *How to read it:* a bar is one request, and its parts are the stages in their order. Where a
+# measured part is longer than the predicted one, the arithmetic does not explain the time. The
+# experts of a layer are many small products, and all their weights are read from memory.
+# Preprocessing moves bytes and computes little. The first token itself takes almost no time.
 #
 # ## Build: a queue before the server
 #
@@ -255,7 +257,8 @@ print("simulator with one request at a time equals the queue:", equal)
 # ## Measure: latency against load
 #
 # Now requests arrive at the small server: new images of 224 x 224 pixels. The test is an [open
-# loop](GLOSSARY.md#open-loop): all arrivals are fixed before it starts. This is the whole test:
+# loop](GLOSSARY.md#open-loop): all arrivals are fixed before it starts. This is the whole test,
+# and the simulation gets the same arrivals:
 #
 # ```python
 # for number, arrival in enumerate(arrivals):
@@ -274,17 +277,17 @@ load_guess = guess("mean TTFT at 85 % utilisation", None, unit="services")
 # %% tags=["nbval-ignore-output"]
 chance = np.random.default_rng(0)
 small = [new_image(224, 224, chance) for _ in range(30)]
-service = sum(timing.p50_ms for timing in server.time_stages(small[0]).values()) / 1e3
 live = {}
-print(f"a service takes {1e3 * service:.0f} ms")
-print("utilisation   rate   mean TTFT, simulated with these arrivals   measured")
+print("utilisation   a service   mean TTFT: simulated   measured")
 for busy in (0.4, 0.65, 0.85):
+    alone = server.time_stages(small[0], repeats=5)  # again: machines change their speed
+    service = sum(timing.p50_ms for timing in alone.values()) / 1e3
     arrivals = lesson.poisson(busy / service, len(small), seed=1)
     run = lesson.open_loop(lambda number: server.answer(small[number]), arrivals)
     live[busy] = {"mean": run.latency.mean() / service, "median": np.median(run.latency) / service}
     expected = lesson.ttfts(arrivals, service).mean()
-    numbers = f"{1e3 * expected:38.0f} ms {1e3 * run.latency.mean():7.0f} ms"
-    print(f"{busy:11.0%} {busy / service:6.1f} {numbers}")
+    times = (f"{1e3 * one:.0f} ms" for one in (service, expected, run.latency.mean()))
+    print("{:11.0%} {:>11s} {:>23s} {:>10s}".format(busy, *times))
 compare(Comparison(load_guess, lesson.mean_ttft(0.85, [1.0]), live[0.85]["mean"]))
 
 # %% tags=["headline"]
@@ -297,7 +300,7 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* lines are simulated, marks are measured here with few requests, so they
-# scatter. Up to about half of the capacity, the mean TTFT hardly grows. Behind 80 % it grows
+# scatter. Up to about half of the capacity, the mean TTFT hardly grows. Above 80 % it grows
 # steeply; this bend is called the knee. The utilisation is yours to choose: it is the rate of
 # your users over what your servers can do.
 #
@@ -350,7 +353,7 @@ fig, ax = draw.request_by_request(*times, title=title, subtitle=note)
 plt.show()
 
 # %% [markdown]
-# *How to read it:* a line is a request. It should arrive at the tick; it waits along the light
+# *How to read it:* a line is a request. It should arrive at the tick. It waits along the orange
 # bar and is served along the dark bar. A client that counts from the sending reports the dark
 # bars only. `kimivl-lab ttft` counts from the tick. So does vLLM's `vllm bench serve`, as read in
 # release 0.32, unless `--max-concurrency` is set: then TTFT counts from the sending, and the wait
@@ -358,7 +361,7 @@ plt.show()
 #
 # ## Tail: why the P99 moves more than the mean
 #
-# [P99](GLOSSARY.md#p99) is the time that 99 % of the requests do not exceed. **By hand:** 8 requests a second, and a service of 100 ms becomes 90 ms, 10 % faster. The utilisation falls from 0.8 to 0.72. The mean TTFT was $100 + 200 = 300$ ms and becomes $90 + 116 = 206$ ms: 31 % less. A request with nine others before it saves ten times 10 ms, and long queues form more seldom.
+# [P99](GLOSSARY.md#p99) is the time that 99 % of the requests do not exceed. **By hand:** 8 requests a second, and a service of 100 ms becomes 90 ms, 10 % faster. The utilisation falls from 0.8 to 0.72. The mean TTFT was $100 + 200 = 300$ ms and becomes $90 + 116 = 206$ ms: 31 % less. A request with nine others before it saves ten times 10 ms, and long queues form less often.
 #
 # **Your guess.** The mean falls by 94 ms. By how many ms does the P99 fall?
 
@@ -405,8 +408,8 @@ plt.show()
 # %% [markdown]
 # *How to read it:* a line covers what 90 % of the tests find. With own arrivals for each server,
 # about one test in five says by its P99 that the faster server is slower. With the same arrivals,
-# no test errs. So fix the seed, and then compare request by request; `kimivl-lab ttft --compare`
-# does this.
+# no test does. So fix the seed, and compare request by request: `kimivl-lab ttft --compare`.
+# (Short tests begin with an empty queue, so they find a smaller gain than long ones.)
 #
 # ## Engine: vLLM with and without our parts
 #
@@ -443,7 +446,8 @@ plt.show()
 # **Simulation against measurement.** The last column of the table is the simulated mean over the
 # measured one, for the same arrivals. Where it is close to 1, the simulator may be asked what was
 # not measured: other rates, more ranks, other budgets. Where it is not, the server does something
-# that the stages do not say.
+# that is not in the model: on two cores, for example, images are prepared more slowly while a
+# step runs.
 #
 # ## Evidence: what was published
 #
@@ -529,7 +533,7 @@ plt.show()
 #
 # The queue counts every stage as work of the one server. In vLLM, preprocessing runs in another
 # process. It adds to each TTFT, and requests do not queue for the encoder behind it. So find out
-# first where the time goes, then at which load.
+# first where the time goes.
 #
 # ## What to remember
 #
@@ -553,7 +557,7 @@ print("requests call the faster server slower, by P99.")
 # %% [markdown]
 # ## On Monday
 #
-# Flags and defaults as read in vLLM 0.32 and in SGLang's documentation of 0.5.
+# Flags and defaults as read in vLLM 0.32, and in SGLang's source and documentation of 0.5.
 #
 # | decision | `kimivl-lab ttft` | `vllm bench serve` | SGLang's `bench_serving` |
 # |---|---|---|---|
