@@ -225,7 +225,9 @@ def test_a_server_that_is_killed_ends_the_test_with_a_summary(stub, tool, tmp_pa
     server.kill()
     _, told = process.communicate(timeout=60)
     assert process.returncode == 2 and "Traceback" not in told
-    failures = json.loads((tmp_path / "run" / "summary.json").read_text())["failures"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    failures = summary["failures"]
+    assert not summary["server"]["read"]
     assert failures["connection refused"] >= GONE and failures["not sent"] > 1000
     assert set(failures) <= {"connection refused", "connection lost", "not sent"}
 
@@ -242,6 +244,7 @@ def test_a_killed_run_keeps_what_ended(stub, tool, tmp_path, capsys):
     assert cli.main(["ttft", "--show", str(out)]) == 0
     told = capsys.readouterr().out
     assert f"{kept} of 4000" in told and f"{4000 - kept} not recorded" in told
+    assert "failed" not in told and "could not be read" in told
 
 
 def test_a_time_limit_ends_the_sending(stub, tmp_path):

@@ -151,8 +151,11 @@ async def _calibrate(endpoint: Endpoint, salt: int, limit: int) -> Calibration:
     return Calibration(text.prompt_tokens, image.prompt_tokens - text.prompt_tokens - own)
 
 
-def _server_side(before: dict[str, float], after: dict[str, float]) -> dict[str, float | None]:
-    """What moved in the server's counters during the test; None where it has no such counter."""
+def _server_side(before: dict[str, float], after: dict[str, float]) -> dict[str, float | bool | None]:
+    """What moved in the server's counters during the test; None where it has no such counter.
+
+    "read" is false for a server that had counters before the test and gave none after it.
+    """
 
     def moved(names: Sequence[str]) -> float | None:
         known = next((name for name in names if name in after), None)
@@ -160,6 +163,7 @@ def _server_side(before: dict[str, float], after: dict[str, float]) -> dict[str,
 
     answered, total = moved([f"{SERVER_TTFT}_count"]), moved([f"{SERVER_TTFT}_sum"])
     return {
+        "read": bool(after) or not before,
         "cache_hits": moved(CACHE_HITS),
         "cache_queries": moved(CACHE_QUERIES),
         "ttft_ms_mean": 1000 * total / answered if answered and total is not None else None,
@@ -224,15 +228,17 @@ def _print(summary: dict[str, Any]) -> None:
     table.add_column("95 % interval", justify="right")
     for name, one in summary["ttft_ms"].items():
         table.add_row(name, f"{one['value']:,.1f}", f"{one['low']:,.1f} to {one['high']:,.1f}")
-    failed = sum(summary["failures"].values())
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(summary["failures"].items()))
+    failures = dict(summary["failures"])
+    missing = failures.pop("not recorded", 0)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(failures.items()))
     lines = [
         f"{summary['answered']} of {summary['requests']} requests answered"
-        + (f"; {failed} failed: {kinds}" if failed else ""),
+        + (f"; {sum(failures.values())} failed: {kinds}" if failures else "")
+        + (f"; {missing} not recorded, because the run did not end" if missing else ""),
         f"{summary['answered_per_s']:.2f} requests a second were answered, {summary['rate']:g} were to arrive; "
         f"{summary['new_tokens_per_s']:.1f} new tokens and {summary['image_tokens_per_s']:.0f} image tokens a second",
         _about_the_prompt(summary),
-        _about_the_server(summary["server"] or {}),
+        _about_the_server(summary["server"] or {"read": False}),
     ]
     late = summary["sent_late_ms"]
     if late is not None and late > 50:
@@ -258,6 +264,8 @@ def _about_the_prompt(summary: dict[str, Any]) -> str:
 def _about_the_server(server: dict[str, Any]) -> str:
     hits, queries, mean = server.get("cache_hits"), server.get("cache_queries"), server.get("ttft_ms_mean")
     told = "" if mean is None else f"; its own mean time to first token: {mean:,.1f} ms"
+    if not server.get("read", True):
+        return "the server's cache of images: not known, its counters could not be read at the end"
     if hits is None:
         return f"the server's cache of images: it has no counter, so a skipped encoder would not show{told}"
     of = "" if queries is None else f" in {queries:.0f} queries"
