@@ -75,7 +75,7 @@ _TEXT_MATHEMATICS: dict[str, tuple[Any, ...]] = {
 
 def published_config(name: str = "config.json") -> dict[str, Any]:
     """A published JSON file of Kimi-VL-A3B-Instruct, unchanged: `config.json` or `preprocessor_config.json`."""
-    return json.loads(files("kimivl_lab.published").joinpath(name).read_text())
+    return json.loads(files("kimivl_lab.published").joinpath(name).read_text(encoding="utf-8"))
 
 
 class MoonViTConfig(PreTrainedConfig):

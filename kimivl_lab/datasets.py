@@ -53,7 +53,7 @@ def load_sizes(workload: str) -> list[tuple[int, int, int]]:
     """
     if workload not in WORKLOADS:
         raise ValueError(f"unknown workload {workload!r}: one of {', '.join(WORKLOADS)}")
-    with data_path("workloads", f"{workload}.csv").open(newline="") as file:
+    with data_path("workloads", f"{workload}.csv").open(newline="", encoding="utf-8") as file:
         return [(int(line["width"]), int(line["height"]), int(line["count"])) for line in csv.DictReader(file)]
 
 

@@ -43,7 +43,7 @@ class Gpu(NamedTuple):
 
 def gpus() -> list[Gpu]:
     """The GPUs of data/published/devices.csv, in the order of the file."""
-    with data_path("published", "devices.csv").open(newline="") as file:
+    with data_path("published", "devices.csv").open(newline="", encoding="utf-8") as file:
         return [
             Gpu(
                 line["device"],

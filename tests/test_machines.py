@@ -1,5 +1,6 @@
 """Other machines: what Windows and macOS do not have, shares of a server's cores, and folders of other users."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -67,6 +68,18 @@ def test_without_what_only_unix_has_the_library_works_and_what_needs_it_says_so(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["(1, 4, 288)", "[]", "None True", "2"], done.stderr
     assert "WSL" in done.stderr.splitlines()[-1]
+
+
+def test_every_text_file_is_opened_as_utf_8():
+    """Without a word about it, Windows takes another encoding."""
+    found = []
+    for path in ROOT.glob("kimivl_lab/**/*.py"):
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                given = len(call.args) + any(word.arg == "encoding" for word in call.keywords)
+                if given < {"read_text": 1, "write_text": 2}.get(call.func.attr, 0):
+                    found.append(f"{path.relative_to(ROOT)}:{call.lineno}")
+    assert found == []
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def gpu_tests() -> dict[Path, tuple[str, ...]]:
     """The test files that hold tests marked gpu, each with the packages that it imports and that are not here."""
     found = {}
     for path in sorted((ROOT / "tests").glob("test_*.py")):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         if "pytest.mark.gpu" in text:
             found[path.relative_to(ROOT)] = tuple(missing_packages(_imported_by(text)))
     return found
@@ -149,7 +149,7 @@ def report(options: argparse.Namespace, run_step: Callable[..., dict[str, Any]],
 
 def _versions(found: Mapping[str, str]) -> Finding:
     """Whether the packages here are those that pyproject.toml promises to work with."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = {asked.name: asked.specifier for asked in map(Requirement, project["dependencies"])}
     wrong = [
         f"{name} {found[name]} is here, {asked[name]} is asked for"

@@ -161,7 +161,7 @@ def run_step(step: Step, options: argparse.Namespace, limit: float) -> dict[str,
         finally:
             _kill_group(process)
         _show(shown.read())
-    text = log.read_text(errors="replace")
+    text = log.read_text(errors="replace", encoding="utf-8")
     if why is None and process.returncode:
         status, why = "failed", _ended(process.returncode)
     if step.module == TESTS:
@@ -271,7 +271,7 @@ def _write(results: dict[str, Any], options: argparse.Namespace) -> None:
     path = Path(options.out) / "gpu_suite" / "results.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(results, indent=1) + "\n")
+    new.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     os.replace(new, path)
 
 

@@ -111,7 +111,9 @@ class FeatureFile:
         if count > 1:
             metadata = self.metadata | {"grids": self._grids_of(list(self._grids)), "total_size": sum(self._bytes)}
             file_of = {name: file.name for names, file in zip(self._written, files, strict=True) for name in names}
-            self._part(count).write_text(json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2))
+            self._part(count).write_text(
+                json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2), encoding="utf-8"
+            )
             os.replace(self._part(count), index)
 
     @contextlib.contextmanager

@@ -101,5 +101,5 @@ def _write(stream: TextIO | None, text: str) -> None:
 
 def _silence(stream: TextIO) -> None:
     """Sends the stream to the null device: Python would print an error if it could not flush the stream at its end."""
-    with contextlib.suppress(OSError), open(os.devnull, "w") as null:
+    with contextlib.suppress(OSError), open(os.devnull, "w", encoding="utf-8") as null:
         os.dup2(null.fileno(), stream.fileno())

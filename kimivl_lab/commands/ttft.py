@@ -103,10 +103,10 @@ async def _measure(arguments: argparse.Namespace) -> int:
             **{"max_tokens": arguments.max_tokens, "in_token_limit": limit, "timeout_s": arguments.timeout},
             **{"warmup": arguments.warmup, "calibration": asdict(calibration)},
         }
-        (out / "run.json").write_text(json.dumps(settings, indent=1) + "\n")
+        (out / "run.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
         before = await endpoint.metrics()
         outcomes = [Outcome(one.index, one.arrival, len(one.sizes), one.image_tokens(limit)) for one in requests]
-        with (out / "requests.jsonl").open("w") as file, progress_bar() as progress:
+        with (out / "requests.jsonl").open("w", encoding="utf-8") as file, progress_bar() as progress:
             task = progress.add_task("requests answered", total=len(requests))
 
             def on_end(outcome: Outcome) -> None:
@@ -117,9 +117,9 @@ async def _measure(arguments: argparse.Namespace) -> int:
             seconds = await run_load(endpoint, requests, bodies, outcomes, on_end, arguments.time_limit)
         after = await endpoint.metrics()
     settings |= {"seconds": round(seconds, 3), "server": _server_side(before, after)}
-    (out / "run.json").write_text(json.dumps(settings, indent=1) + "\n")
+    (out / "run.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     summary = summary_of(settings, outcomes)
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     _print(summary)
     return 2 if summary["failures"] else 0
 
@@ -172,9 +172,9 @@ def _server_side(before: dict[str, float], after: dict[str, float]) -> dict[str,
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Outcome]]:
     """Settings and outcomes of a run, in the order of the requests; a last line that is cut off is left out."""
-    settings = json.loads((folder / "run.json").read_text())
+    settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     outcomes = []
-    lines = (folder / "requests.jsonl").read_text().splitlines()
+    lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             outcomes.append(Outcome(**json.loads(line)))

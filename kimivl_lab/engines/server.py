@@ -58,7 +58,7 @@ def group_lives(group: int) -> bool:
         return False
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+            state, _, of_group = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
             if int(of_group) == group and state != "Z":
                 return True
     return False

@@ -111,12 +111,14 @@ def write_random_checkpoint(
     nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     model.save_pretrained(folder, max_shard_size=-(-nbytes // shards) + max(t.nbytes for t in model.parameters()) // 2)
 
-    (folder / "config.json").write_text(json.dumps(published, indent=2))  # the published keys, not transformers' all
+    (folder / "config.json").write_text(
+        json.dumps(published, indent=2), encoding="utf-8"
+    )  # the published keys, not transformers' all
     processor = published_config("preprocessor_config.json")
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     (folder / "tiktoken.model").write_bytes(_tiktoken_file(base))
-    (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(at), indent=2))
+    (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(at), indent=2), encoding="utf-8")
     return folder
 
 

@@ -62,7 +62,9 @@ def eight_bit_gain(d: int) -> float:
 def constants() -> dict[str, int]:
     """The numbers that the C sources define: CHUNK, ROW_BYTES, MOST_ROWS, RUN, SLACK and others."""
     folder = files("kimivl_lab.kernels.amx")
-    sources = "".join(folder.joinpath(name).read_text() for name in ("linear.c", "attention.c", "tiles.h"))
+    sources = "".join(
+        folder.joinpath(name).read_text(encoding="utf-8") for name in ("linear.c", "attention.c", "tiles.h")
+    )
     return {name: int(value) for name, value in re.findall(r"^#define (\w+) (\d+)", sources, re.MULTILINE)}
 
 

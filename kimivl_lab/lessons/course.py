@@ -23,7 +23,7 @@ def lessons(folder: Path) -> list[Path]:
 
 def title(path: Path) -> str:
     """Number and heading up to its colon: "60 Host syncs" for 60_gpu_syncs.ipynb."""
-    text = nbformat.read(path, 4).cells[0].source if path.suffix == ".ipynb" else path.read_text()
+    text = nbformat.read(path, 4).cells[0].source if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
     return f"{path.name[:2]} {text.splitlines()[0].removeprefix('# ').partition(':')[0]}"
 
 
@@ -58,11 +58,11 @@ def write_links(folder: Path) -> list[Path]:
 
 
 def _rewrite(path: Path, line: str) -> list[Path]:
-    before = path.read_text()
+    before = path.read_text(encoding="utf-8")
     after = LINKS.sub(lambda found: f"{found['comment'] or ''}{line}", before)
     if after == before:
         return []
-    path.write_text(after)
+    path.write_text(after, encoding="utf-8")
     return [path]
 
 

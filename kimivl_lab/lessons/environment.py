@@ -73,7 +73,7 @@ def _packages() -> Iterator[Requirement]:
 def _tested_versions() -> dict[str, str]:
     """Package -> version in constraints.txt; empty outside of the project's folder."""
     try:
-        text = (repository_root() / "constraints.txt").read_text()
+        text = (repository_root() / "constraints.txt").read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}
     return {name.lower(): version for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE)}

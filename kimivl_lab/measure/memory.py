@@ -27,7 +27,7 @@ def peak_memory_mib(run: Callable[[], object], device: torch.device | str = "cpu
         return None
     _give_back_freed_memory()
     try:
-        _CLEAR.write_text("5")  # sets the peak back to what is resident now
+        _CLEAR.write_text("5", encoding="utf-8")  # sets the peak back to what is resident now
     except OSError:
         return None
     before = _resident_kib("VmRSS")
@@ -43,6 +43,6 @@ def _give_back_freed_memory() -> None:
 
 
 def _resident_kib(field: str) -> int:
-    match = re.search(rf"{field}:\s+(\d+) kB", _STATUS.read_text())
+    match = re.search(rf"{field}:\s+(\d+) kB", _STATUS.read_text(encoding="utf-8"))
     assert match is not None
     return int(match[1])

@@ -91,7 +91,7 @@ def _command() -> str:
 
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (match := re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())):
+    if cpuinfo.exists() and (match := re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text(encoding="utf-8"))):
         return match[1].strip()
     return platform.processor() or platform.machine()
 

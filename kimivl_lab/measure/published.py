@@ -49,7 +49,7 @@ class PublishedCase:
 
 def published_rows(name: str) -> list[dict[str, str]]:
     """All rows of data/published/<name>.csv, as text; an empty cell was not stated."""
-    with data_path("published", f"{name}.csv").open(newline="") as file:
+    with data_path("published", f"{name}.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 

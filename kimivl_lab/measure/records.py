@@ -66,7 +66,7 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("w", newline="")
+        self._file = self.path.open("w", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, self.columns, lineterminator="\n")
         self._writer.writeheader()
         self._write_sidecar(finished=False)
@@ -91,15 +91,15 @@ class Recorder:
 
     def _write_sidecar(self, *, finished: bool) -> None:
         text = json.dumps(self._provenance | {"finished": finished}, indent=1) + "\n"
-        self.path.with_suffix(".json").write_text(text)
+        self.path.with_suffix(".json").write_text(text, encoding="utf-8")
 
 
 def read_record(path: Path | str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows (numbers as float, empty cells as None) and provenance of one record."""
     path = Path(path)
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         rows = [{key: _value(text) for key, text in row.items()} for row in csv.DictReader(file)]
-    return rows, json.loads(path.with_suffix(".json").read_text())
+    return rows, json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def find_record(benchmark: str, directory: Path | str, *, device: str = "*", dtype: str = "*") -> Path:

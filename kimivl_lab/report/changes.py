@@ -150,4 +150,4 @@ def _lines(text: str) -> list[str]:
 
 @cache
 def _sanitize_rules() -> dict[str, str]:
-    return dict(get_sanitize_patterns((repository_root() / "tests" / "nbval_sanitize.cfg").read_text()))
+    return dict(get_sanitize_patterns((repository_root() / "tests" / "nbval_sanitize.cfg").read_text(encoding="utf-8")))

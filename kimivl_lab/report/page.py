@@ -110,7 +110,7 @@ def notebook_page(
 
 def text_page(path: Path, names: Mapping[Path, str], folder: Path) -> Page:
     """The page of a markdown file, such as the glossary."""
-    notebook = new_notebook(cells=[new_markdown_cell(path.read_text())])
+    notebook = new_notebook(cells=[new_markdown_cell(path.read_text(encoding="utf-8"))])
     return notebook_page(path, notebook, names, folder)
 
 
@@ -160,13 +160,13 @@ def _exporter() -> HTMLExporter:
 def render(template: str, styles: Iterable[str], script: str, **values: Any) -> str:
     """A template's HTML, with these style sheets and this script of the folder inside it."""
     light, dark = (HtmlFormatter(style=style, nobackground=True).get_style_defs(".highlight") for style in _CODE_STYLES)
-    css = "\n".join((_FOLDER / name).read_text() for name in styles)
+    css = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in styles)
     if "style.css" in styles:
         light += f"\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"
-    text = (_FOLDER / script).read_text()
+    text = (_FOLDER / script).read_text(encoding="utf-8")
     return _TEMPLATES.get_template(template).render(css=f"{css}\n{light}", script=text, **values)
 
 
 def _write(path: Path, template: str, **values: Any) -> Path:
-    path.write_text(render(template, ("style.css",), "contents.js", **values))
+    path.write_text(render(template, ("style.css",), "contents.js", **values), encoding="utf-8")
     return path

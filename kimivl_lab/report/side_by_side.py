@@ -111,4 +111,4 @@ def _range(ratios: Iterable[float]) -> str:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    target.write_text(with_numbers(target.read_text()))
+    target.write_text(with_numbers(target.read_text(encoding="utf-8")), encoding="utf-8")

@@ -276,7 +276,9 @@ def write_deck(path: Path, solution: Path | None, folder: Path) -> tuple[Path, l
     slides = deck(nbformat.read(path, as_version=4), answers)
     shown = [(slide, "".join(map(_html, slide.notes))) for slide in slides]
     file = folder / f"{path.stem}.html"
-    file.write_text(render("slides.html.j2", ("slides.css",), "slides.js", number=path.stem[:2], slides=shown))
+    file.write_text(
+        render("slides.html.j2", ("slides.css",), "slides.js", number=path.stem[:2], slides=shown), encoding="utf-8"
+    )
     return file, slides
 
 

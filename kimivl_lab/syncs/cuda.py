@@ -133,7 +133,7 @@ class CudaWatch(TorchFunctionMode):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         for event in events:
             category, name = event.get("cat"), event.get("name", "")
             if category == "gpu_memcpy" and "HtoD" in name:
