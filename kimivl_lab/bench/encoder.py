@@ -1,8 +1,9 @@
-"""The whole tower beside transformers' MoonViT: same weights, same process, timed in the same rounds.
+"""The whole tower beside others' MoonViT: same weights, same process, timed in the same rounds.
 
     python -m kimivl_lab.bench.encoder [--quick] [--dtype bfloat16] [--preset kimi-vl-a3b] [--out DIR] [--device cpu]
 
-The peer is transformers' Kimi-K2.5 tower with scaled_dot_product_attention. The weights are random: speed does not
+The peers are those of `kimivl_lab.bench.peers` that are installed: transformers' Kimi-K2.5 tower, which speed-ups are
+over, kornia's, and vLLM's where the Python of its environment runs this. The weights are random: speed does not
 depend on them. Every variant is compared with the float32 reference before it is timed.
 `peak_share` is the share of this machine's own matrix-product rate. That rate is measured in the same rounds, by the
 fastest product that runs here, in the dtype that our layers compute in, and is at least the rate of the fastest tower;
@@ -34,7 +35,7 @@ from ..moonvit.flops import tower_flops
 from ..moonvit.model import MoonVitPretrainedModel
 from . import harness
 from .compare import time_variants, variant_rows
-from .peers import peers
+from .peers import PEERS, peers
 from .towers import noise, reference_and_tower
 
 CASES: dict[str, Sequence[GridLike]] = {
@@ -79,7 +80,7 @@ def peak_of(products: Mapping[str, Timing], device: torch.device) -> tuple[float
 def rows(options: argparse.Namespace) -> Iterator[harness.Row]:
     """The rows of one record."""
     exact, tower = reference_and_tower(options)
-    others = peers(tower)
+    others = peers(tower, options.peers)
     variants = {"kimivl_lab": tower}
     if options.compiled:
         variants["kimivl_lab, compiled"] = compiled(tower)
@@ -182,6 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = harness.parser(
         "encoder", __doc__, dtypes=TOLERANCE, default=("bfloat16",), preset="kimi-vl-a3b", rounds=(2, 7, 3)
     )
+    others = [name for name in PEERS if name != "transformers"]
+    parser.add_argument("--peers", nargs="*", choices=others, help="beside transformers (all that are installed)")
     parser.add_argument("--compiled", action="store_true", help="also with compiled blocks (needs a compiler)")
     harness.run_benchmark(parser, COLUMNS, rows, summary, arguments)
 

@@ -3,23 +3,28 @@
     transformers   Kimi-K2.5's tower at one frame, always there
     kornia         `kornia.models.kimi_vl`, tower and projector, where kornia 0.9 is installed; it takes images of one
                    size a batch, so a mixed batch is one call a size
+    vllm           vLLM 0.32's MoonViT without a server, where vllm is installed (`make engine-venv`)
 
 Records of 2026 also have the variant "open-moonvit", a package that no environment of ours installed and no test ran.
 
 Test: tests/test_parity.py, tests/test_benchmarks.py. Record: encoder__*.csv.
 """
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
 
 from ..geometry import GridLike, as_grid_list, patch_counts
 from ..moonvit.model import MoonVitPretrainedModel
+
+Prepare: TypeAlias = Callable[[Tensor, Sequence[GridLike]], Callable[[], Tensor]]
 
 _LAYER_NAMES = {"norm0": "norm1", "norm1": "norm2", "wo": "attn.proj", "mlp.fc0": "mlp.fc1", "mlp.fc1": "mlp.fc2"}
 
@@ -146,22 +151,82 @@ def kornia_features(model: Any, batches: Sequence[tuple[list[int], Tensor]], *, 
     return torch.cat([by_image[index] for index in sorted(by_image)])
 
 
-def peers(tower: MoonVitPretrainedModel) -> dict[str, Callable[[Tensor, Sequence[GridLike]], Callable[[], Tensor]]]:
-    """Peers by name: from (pixel values, grids) to a call that gives (T, 4, D). Only those that are installed."""
-    k25 = kimi_k25_tower(tower)
+def vllm_tower(tower: MoonVitPretrainedModel) -> Any:
+    """vLLM's `MoonVitPretrainedModel` holding `tower`'s weights, whose names are the same, for one rank.
 
-    def transformers(pixels: Tensor, grids: Sequence[GridLike]) -> Callable[[], Tensor]:
+    It joins vLLM's process groups: torch.distributed is initialised for this process alone if it is not yet.
+
+    Raises:
+        ModuleNotFoundError: vllm is not installed.
+    """
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.model_executor.models.moonvit import MoonVitPretrainedModel as VllmTower
+    from vllm.transformers_utils.configs.moonvit import MoonViTConfig
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(tower.dtype)  # layers and attention choose their kernels by it
+    try:
+        with set_current_vllm_config(VllmConfig()):
+            init_distributed_environment(1, 0, "env://", 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+            peer = VllmTower(MoonViTConfig(**dataclasses.asdict(tower.config))).to(tower.device).eval()
+    finally:
+        torch.set_default_dtype(before)
+    peer.load_state_dict({name: value.detach() for name, value in tower.named_parameters()}, strict=True)
+    for module in peer.modules():  # as vLLM's loader does: on a CPU the weights are packed here
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(module)
+    return peer
+
+
+def peers(tower: MoonVitPretrainedModel, names: Sequence[str] | None = None) -> dict[str, Prepare]:
+    """Peers by name: from (pixel values, grids) to a call that gives (T, 4, D).
+
+    Args:
+        names: of `PEERS`, beside transformers; None: all that are installed.
+    """
+    if names is None:
+        names = [name for name in PEERS if importlib.util.find_spec(name) is not None]
+    return {name: PEERS[name](tower) for name in dict.fromkeys(("transformers", *names))}
+
+
+def _transformers(tower: MoonVitPretrainedModel) -> Prepare:
+    model = kimi_k25_tower(tower)
+
+    def prepare(pixels: Tensor, grids: Sequence[GridLike]) -> Callable[[], Tensor]:
         grids_thw = grid_thw(grids, pixels.device)
         pixels = pixels.to(tower.dtype)
-        return lambda: k25(pixels, grid_thw=grids_thw).pooler_output
+        return lambda: model(pixels, grid_thw=grids_thw).pooler_output
 
-    found = {"transformers": transformers}
-    if importlib.util.find_spec("kornia") is not None:
-        model = kornia_model(tower)
+    return prepare
 
-        def kornia(pixels: Tensor, grids: Sequence[GridLike]) -> Callable[[], Tensor]:
-            batches = images_by_size(pixels.to(tower.dtype), grids)
-            return lambda: kornia_features(model, batches)
 
-        found["kornia"] = kornia
-    return found
+def _kornia(tower: MoonVitPretrainedModel) -> Prepare:
+    model = kornia_model(tower)
+
+    def prepare(pixels: Tensor, grids: Sequence[GridLike]) -> Callable[[], Tensor]:
+        batches = images_by_size(pixels.to(tower.dtype), grids)
+        return lambda: kornia_features(model, batches)
+
+    return prepare
+
+
+def _vllm(tower: MoonVitPretrainedModel) -> Prepare:
+    model = vllm_tower(tower)
+
+    def prepare(pixels: Tensor, grids: Sequence[GridLike]) -> Callable[[], Tensor]:
+        pixels, sizes = pixels.to(tower.dtype), torch.tensor(as_grid_list(grids), device=pixels.device)
+        return lambda: torch.cat(model(pixels, sizes))
+
+    return prepare
+
+
+PEERS: dict[str, Callable[[MoonVitPretrainedModel], Prepare]] = {
+    "transformers": _transformers,
+    "kornia": _kornia,
+    "vllm": _vllm,
+}

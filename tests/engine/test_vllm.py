@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from kimivl_lab.commands import main as cli
 from kimivl_lab.engines.server import group_lives, wait_until
 from kimivl_lab.graphs.packing import pack
+from kimivl_lab.measure.records import read_record
 from kimivl_lab.planner.vllm import vllm_flag, vllm_rows
 
 from .conftest import run_in_process, served
@@ -56,6 +57,18 @@ def test_answers_are_those_of_vllms_own_tower(results, part):
     tokens = [answer["prompt"] - got["answers"][0]["prompt"] for answer in got["answers"]]
     frame = tokens[1] - 368  # tokens of china.jpg
     assert tokens[2] == 2 * frame + 368 + 111 and frame > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_encoder_benchmark_checks_vllms_tower_and_times_it(environment, tmp_path, dtype):
+    command = [sys.executable, "-m", "kimivl_lab.bench.encoder", "--quick", "--repeats", "1", "--preset", "lab"]
+    command += ["--dtype", dtype, "--peers", "vllm", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (path,) = tmp_path.glob("*.csv")
+    forwards = {row["variant"]: row for row in read_record(path)[0] if row["phase"] == "forward"}
+    assert set(forwards) == {"kimivl_lab", "transformers", "vllm"}
+    assert forwards["vllm"]["relative_error"] < {"float32": 1e-5, "bfloat16": 0.02}[dtype]
 
 
 def test_graphs_give_the_eager_values(results, part):
