@@ -355,9 +355,9 @@ plt.show()
 # %% [markdown]
 # *How to read it:* a line is a request. It should arrive at the tick. It waits along the orange
 # bar and is served along the dark bar. A client that counts from the sending reports the dark
-# bars only. `kimivl-lab ttft` counts from the tick. So does vLLM's `vllm bench serve`, as read in
-# release 0.32, unless `--max-concurrency` is set: then TTFT counts from the sending, and the wait
-# is reported apart, as `client_queue_time`.
+# bars only. `kimivl-lab ttft` counts from the tick. vLLM's `vllm bench serve`, as read in release
+# 0.32, counts from the sending. Without `--max-concurrency` it sends at the tick. With it,
+# requests wait in the client, and this wait is reported apart, as `client_queue_time`.
 #
 # ## Tail: why the P99 moves more than the mean
 #
