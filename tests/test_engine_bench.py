@@ -116,17 +116,15 @@ def test_the_ratios_are_to_vllm_and_of_the_requests_that_both_answered():
     vllm, metadata, tower = made.pooled_rows()
     assert "ttft_ratio" not in vllm and vllm["arrivals_per_s"] == 1.6 and vllm["ttft_ms"] == 119.5
     assert (vllm["requests_count"], vllm["restart_count"], tower["restart_count"]) == (60, 2, 1)
-    assert (metadata["ttft_ratio"], metadata["note"]) == (1, "no difference shown; by restart 1.000")
+    assert (metadata["ttft_ratio"], metadata["note"]) == (1, "no difference shown")
     assert tower["failed_count"] == 1 and tower["answered_per_s"] == 39 / 20
-    assert (
-        tower["ttft_low_ratio"] <= 0.8 <= tower["ttft_high_ratio"]
-        and tower["note"] == "tower is faster; by restart 0.800"
-    )
+    assert tower["ttft_low_ratio"] <= 0.8 <= tower["ttft_high_ratio"] and tower["note"] == "tower is faster"
     assert (tower["ttft_ratio"], tower["encoder_ratio"]) == (0.8, 0.5)
     for arm, second in (("vllm", times), ("tower", [1.01 * one for one in times])):  # the restarts do not agree
         made.loads[arm, "receipts", "high"][3] = Measured(outcomes(second), {}, [], 20.0)
     *_, tower = made.pooled_rows()
-    assert tower["ttft_high_ratio"] < 1 and tower["note"] == "no difference shown; by restart 0.800 1.010"
+    assert tower["ttft_high_ratio"] < 1 and tower["note"] == "no difference shown"
+    assert (tower["ttft_least_ratio"], tower["ttft_most_ratio"]) == (0.8, 1.01)
 
 
 def test_the_simulation_of_what_the_model_made_has_no_error():
@@ -172,7 +170,7 @@ def test_a_server_that_dies_ends_the_run_with_what_it_has(bench):
 
 
 def test_a_server_that_hangs_ends_the_run_with_what_it_has(bench):
-    code, result, rows, *_ = bench("--timeout", "0.5", vllm={"mode": "hang", "from": 60})
+    code, result, rows, *_ = bench("--timeout", "3", vllm={"mode": "hang", "from": 60})
     assert code == 1 and "timeout" in result["stopped"]
     assert of(rows, "capacity") and any(row["failed_count"] for row in of(rows, "restart"))
 

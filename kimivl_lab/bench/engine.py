@@ -12,7 +12,8 @@ several times, in random order. The phases of the record:
     calibration  requests one at a time: the engine's own clocks of the encoder and of the prefill
     restart      one load on one started server: the same arrivals and pixels for each arm
     load         the restarts of one load together; ratios are to "vllm", request by request, with a 99 % interval that
-                 knows the requests but not how a machine changes: a difference also needs restarts that agree on it
+                 knows the requests but not how a machine changes: a difference also needs restarts that agree on it,
+                 whose ratios are between `ttft_least_ratio` and `ttft_most_ratio`
 
 and those of `bench.engine_simulation`, which --simulate computes again from the rows of a record, without an engine.
 Times to first token are the client's, from the intended arrival. `encoder_ms`, `prefill_ms` (which contains it) and
@@ -85,7 +86,7 @@ COLUMNS = (
     *("requests_count", "failed_count", "images", "tokens", "prompt_tokens", "answered_per_s"),
     *("ttft_ms", "ttft_low_ms", "ttft_high_ms", "ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99"),
     *("ttft_p99_low_ms", "ttft_p99_high_ms", "encoder_ms", "encoder_share", "outside_ms", *_SUMS),
-    *("ttft_ratio", "ttft_low_ratio", "ttft_high_ratio", "ttft_p99_ratio"),
+    *("ttft_ratio", "ttft_low_ratio", "ttft_high_ratio", "ttft_p99_ratio", "ttft_least_ratio", "ttft_most_ratio"),
     *("encoder_ratio", "encoder_low_ratio", "encoder_high_ratio"),
     *("ranks_count", "batched_tokens", "error_ratio", "relative_error", "note"),
 )
@@ -173,7 +174,8 @@ class EngineBench:
                 asyncio.run(self._measure(arm, restart, url, begun))
             except (EndpointError, ServerError, httpx.HTTPError) as error:
                 end = f": {log_end(log)[-1000:]}" if process.poll() is not None else ""
-                raise ServerError(f"server {arm!r}, restart {restart or 0}: {error}{end}") from error
+                reason = str(error) or type(error).__name__
+                raise ServerError(f"server {arm!r}, restart {restart or 0}: {reason}{end}") from error
 
     @contextmanager
     def _served(self, arm: str) -> Generator[tuple[str, Popen[bytes], Path]]:
@@ -353,7 +355,9 @@ class EngineBench:
 
     def pooled_rows(self) -> Iterator[Row]:
         """The restarts of each load together, with ratios to "vllm" of the requests that both answered."""
-        for (arm, workload, share), parts in self.loads.items():
+        keys = [(arm, workload, share) for workload in WORKLOADS for share in SHARES for arm in ARMS]
+        for arm, workload, share in (key for key in keys if key in self.loads):
+            parts = self.loads[arm, workload, share]
             row: Row = {"case": f"{workload} {share}", "variant": arm, "phase": "load", "workload": workload}
             row |= {"load_share": SHARES[share], "arrivals_per_s": SHARES[share] * self.rates[workload]}
             row |= {"restart_count": len(parts), "relative_error": self.different[arm]}
@@ -373,8 +377,8 @@ class EngineBench:
                 row["ttft_p99_ratio"] = round(told["P99"].ratio.value, 4)
                 restarts = [sum(second) / sum(first) for first, second in pairs if first]
                 agree = all((one < 1) == (ratio.value < 1) for one in restarts)
-                verdict = told["mean"].verdict.replace("B", arm) if agree else "no difference shown"
-                row["note"] = f"{verdict}; by restart {' '.join(f'{one:.3f}' for one in restarts)}"
+                row["note"] = told["mean"].verdict.replace("B", arm) if agree else "no difference shown"
+                row |= {"ttft_least_ratio": round(min(restarts), 4), "ttft_most_ratio": round(max(restarts), 4)}
             base, own = ([one for restart in both for one in of[restart].encoder] for of in (others, parts))
             if _PAIRS <= len(base) == len(own):
                 ratio = compare(base, own)["mean"].ratio
