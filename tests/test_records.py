@@ -1,12 +1,14 @@
 """Records of measurements: what is written, what is refused, and that every record in data/measurements is valid."""
 
 import csv
+import json
 import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from kimivl_lab.measure.provenance import device_slug
+from kimivl_lab.measure.provenance import device_slug, instruction_set
 from kimivl_lab.measure.records import FILE_NAME, Recorder, find_record, read_record, record_problems
 
 MEASUREMENTS = Path(__file__).resolve().parents[1] / "data" / "measurements"
@@ -138,8 +140,21 @@ def test_the_newest_record_is_found(tmp_path):
     assert find_record("bench", tmp_path).stem == names[1]
     assert find_record("bench", tmp_path, device="b").stem == names[0]
     assert find_record("bench", tmp_path, dtype="bfloat16").stem == names[2]
-    (tmp_path / f"bench__{device_slug('cpu')}__float32__20200101.csv").touch()
-    assert find_record("bench", tmp_path).stem.endswith("20200101"), "an old record of this processor"
-    assert find_record("bench", tmp_path, device="b").stem == names[0]
     with pytest.raises(FileNotFoundError, match="bench"):
         find_record("bench", tmp_path, device="c")
+
+
+def test_the_record_that_fits_this_machine_best_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def kept(device, date, **sidecar):
+        path = tmp_path / f"bench__{device}__float32__{date}.csv"
+        path.touch()
+        path.with_suffix(".json").write_text(json.dumps(sidecar))
+        assert find_record("bench", tmp_path) == path
+
+    kept("nvidia-h200", "20270101", cuda="13.0")
+    kept("cpu-a", "20230101", isa="another")  # the same kind
+    kept("cpu-b", "20240101")  # newer, from a time before records named their instruction set
+    kept("cpu-c", "20220101", isa=instruction_set())
+    kept(device_slug("cpu"), "20200101", isa="another")  # this processor itself

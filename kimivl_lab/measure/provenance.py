@@ -11,10 +11,13 @@ import platform
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..kernels.library import LIBRARIES, BuildError, kernel_isa
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _PACKAGES = ("torch", "transformers", "numpy", "pillow", "flash-attn")
@@ -33,6 +36,14 @@ def device_slug(device: torch.device | str = "cpu") -> str:
     name = re.sub(r"\((r|tm|c)\)|processor|cpu|@.*?hz", " ", device_name(device).lower())
     prefix = "cpu-" if torch.device(device).type == "cpu" else ""
     return prefix + re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+
+def instruction_set() -> str:
+    """The highest instruction set of this processor that a kernel of ours uses: "amx", "avx512", "avx2" or "none"."""
+    for name in LIBRARIES:
+        with suppress(BuildError):
+            return kernel_isa(name)
+    return "none"
 
 
 def usable_cores() -> int:
@@ -77,6 +88,8 @@ def provenance(device: torch.device | str = "cpu", **settings: Any) -> dict[str,
     if device.type == "cuda":
         origin["cuda"] = torch.version.cuda
         origin |= _nvidia_smi()
+    else:
+        origin["isa"] = instruction_set()
     return origin | settings
 
 

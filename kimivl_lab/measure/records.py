@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .provenance import device_slug, provenance
+from .provenance import device_slug, instruction_set, provenance
 
 DEFAULT_DIRECTORY = Path("build") / "measurements"
 
@@ -103,18 +103,23 @@ def read_record(path: Path | str) -> tuple[list[dict[str, Any]], dict[str, Any]]
 
 
 def find_record(benchmark: str, directory: Path | str, *, device: str = "*", dtype: str = "*") -> Path:
-    """The newest record of a benchmark in `directory`, one of this machine's processor or GPU if there is one.
+    """The record of a benchmark in `directory` that fits this machine best; of several, the newest.
 
-    `device` and `dtype` may be glob patterns.
+    First one of this machine's own processor or GPU, then one of the same kind (CPU or GPU), then one of a processor
+    with the same instruction set. `device` and `dtype` may be glob patterns.
     """
-    here = [device_slug(kind) for kind in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]]
-    found = sorted(
-        Path(directory).glob(f"{benchmark}__{device}__{dtype}__*.csv"),
-        key=lambda path: (path.stem.split("__")[1] in here, path.stem[-8:], path.stem),
-    )
+    kinds = ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
+    here, on_cpu, isa = [device_slug(kind) for kind in kinds], kinds == ("cpu",), instruction_set()
+
+    def fit(path: Path) -> tuple[Any, ...]:
+        slug, sidecar = path.stem.split("__")[1], path.with_suffix(".json")
+        same_isa = sidecar.exists() and json.loads(sidecar.read_text(encoding="utf-8")).get("isa") == isa
+        return slug in here, slug.startswith("cpu-") == on_cpu, same_isa, path.stem[-8:], path.stem
+
+    found = list(Path(directory).glob(f"{benchmark}__{device}__{dtype}__*.csv"))
     if not found:
         raise FileNotFoundError(f"no record of {benchmark!r} (device {device}, dtype {dtype}) in {directory}")
-    return found[-1]
+    return max(found, key=fit)
 
 
 def record_problems(path: Path | str) -> list[str]:
