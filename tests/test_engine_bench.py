@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import Mock
 
 import pytest
@@ -18,6 +19,7 @@ from kimivl_lab.bench.engine import ARMS, COLUMNS, EngineBench, Measured
 from kimivl_lab.engines.client import Outcome
 from kimivl_lab.engines.server import ServerError, group_lives, own_group, wait_for_health, wait_until
 from kimivl_lab.engines.simulation import CallCost, Job, Limits, Stages, simulate
+from kimivl_lab.engines.vllm import timed_server
 from kimivl_lab.measure.records import read_record, record_problems
 
 STUB = Path(__file__).with_name("stub_server.py")
@@ -192,6 +194,19 @@ def test_a_signal_ends_the_run_and_its_server(bench, tmp_path):
     code, result, rows, origin, *_ = bench()
     assert code == 1 and result["stopped"] == "SIGTERM" and not origin["finished"]
     assert of(rows, "capacity") and not of(rows, "restart", variant="tower")
+
+
+def test_the_timed_server_turns_on_the_clock_that_has_no_option(monkeypatch):
+    """With modules in the place of vLLM's: the options that its main program parses hold the clock."""
+    cli_args, entry, parsed = ModuleType("cli_args"), ModuleType("entry"), []
+    cli_args.__dict__["make_arg_parser"] = lambda parser: parser
+    entry.__dict__["main"] = lambda: parsed.append(
+        cli_args.__dict__["make_arg_parser"](argparse.ArgumentParser()).parse_args([])
+    )
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.launchers.cli_args", cli_args)
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.launchers.api_server.entry", entry)
+    timed_server.main()
+    assert parsed == [argparse.Namespace(enable_mm_processor_stats=True)]
 
 
 def test_without_an_engine_it_says_how_to_make_one(capsys, tmp_path):

@@ -5,7 +5,7 @@ vLLM has such a clock for its own benchmarks and no option for it. `POST /collec
 a server that others reach. On a GPU the clock waits for the device before and after each call of the encoder.
 
 Source: vLLM 0.32 (vllm/config/observability.py, vllm/v1/worker/gpu_model_runner.py).
-Test: tests/engine.
+Test: tests/test_engine_bench.py. Record: engine__*.csv.
 """
 
 from importlib import import_module
