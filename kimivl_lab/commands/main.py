@@ -144,8 +144,9 @@ Choose --rate: this server answers as many requests a second as it can, its capa
 
     kimivl-lab ttft --endpoint http://127.0.0.1:8000 --requests 40 --rate 1000 --out build/capacity
 
-Compare two servers, or one before and after a change. Measured in turn, both meet the same changes of the machine; the
-seeds give each pair other images.
+Compare two servers, or one before and after a change. A server that has just started is slower for its first requests:
+let it answer some first, as those above. Measured in turn, both servers meet the same changes of the machine. The seeds
+give each pair other images.
 
     for seed in 1 2 3 4 5; do
       kimivl-lab ttft --endpoint http://127.0.0.1:8000 --rate 4 --seed $seed --out build/$seed-a
@@ -190,7 +191,7 @@ def _add_ttft(commands: Any) -> None:
         help="seconds until a request has failed (default: 120)",
     )
     add("--time-limit", type=_above_zero, metavar="S", help="seconds after which nothing more is sent")
-    add("--warmup", type=_not_negative, default=4, metavar="N", help="requests before the test (default: 4)")
+    add("--warmup", type=_not_negative, default=20, metavar="N", help="requests before the test (default: 20)")
     add("--seed", type=_seed, default=0, metavar="N", help="of arrivals and sizes (default: 0)")
     add("--show", type=Path, metavar="DIR", help="summarise a run, also one that was killed")
     pairs = "say whether two servers differ, from runs of the same load; several pairs as A B A B ..."

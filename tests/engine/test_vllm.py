@@ -137,6 +137,7 @@ def test_time_to_first_token_is_measured(checkpoint, environment, tmp_path, caps
     sizes.write_text("width,height,count\n224,224,2\n90,300,1\n640,480,1\n")
     with served(checkpoint, ["processor", "metadata"], environment, tmp_path) as (client, process):
         load = ["ttft", "--endpoint", str(client.base_url), "--sizes", str(sizes), "--rate", "6", "--max-tokens", "3"]
+        load += ["--warmup", "4"]
         assert cli.main([*load, "--out", str(run), "--requests", "24", "--images-per-request", "1,2"]) == 0
         before = client.get("/metrics").text
         assert [_post(client, [_png(224, 224)]).status_code for _ in range(2)] == [200, 200]
