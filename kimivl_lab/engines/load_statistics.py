@@ -9,6 +9,8 @@ Test: tests/test_ttft.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -97,7 +99,11 @@ def compare_pairs(
         raise ValueError("no pairs of runs to compare")
     found = {}
     for name in STATISTICS:
-        center, (low, high) = np.mean(logs[name]), _quantiles(np.mean(drawn[name], axis=0), confidence)
+        center = np.mean(logs[name])
+        low, high = (
+            center + _few_blocks(confidence) * (bound - center)
+            for bound in _quantiles(np.mean(drawn[name], axis=0), confidence)
+        )
         if len(logs[name]) > 1:
             reach = _t_quantile(confidence, len(logs[name]) - 1) * np.std(logs[name], ddof=1) / len(logs[name]) ** 0.5
             low, high = min(low, center - reach), max(high, center + reach)
@@ -108,6 +114,14 @@ def compare_pairs(
     return found
 
 
+@cache
+def _few_blocks(confidence: float) -> float:
+    """By what quantiles of so few blocks are too narrow: Student's t over the normal one, and a degree of freedom."""
+    normal = NormalDist().inv_cdf((1 + confidence) / 2)
+    return _t_quantile(confidence, _BLOCKS - 1) / normal * (_BLOCKS / (_BLOCKS - 1)) ** 0.5
+
+
+@cache
 def _t_quantile(confidence: float, freedom: int) -> float:
     """Student's t that is exceeded to one side with a chance of (1 - confidence) / 2, to a hundredth of it."""
     drawn = np.random.default_rng(0).standard_t(freedom, 10**6)
