@@ -33,7 +33,7 @@ def guarded(numbers, dtype, at_end, align=4):
 @torch.no_grad()
 def attend_all(name, at_end):
     """Images of 1 to 300 patches."""
-    dtype = library.LIBRARIES[name].dtype
+    dtype = library.LIBRARIES[name].dtypes[0]
     vars(host_attention)["scratch"] = lambda nbytes: guarded(nbytes, torch.uint8, at_end, 64)
     vars(host_attention)["empty_rows"] = lambda rows, dim, dtype: guarded(rows * dim, dtype, at_end).view(rows, dim)
     for n in range(1, 301):

@@ -81,6 +81,17 @@ def test_errors_are_no_larger_than_torchs(isa, n):
     assert relative_error(attend("simd", q, k, v, offsets_of([n]), n), want) < relative_error(torchs, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_half_precision_is_computed_in_float32_and_rounded_once(isa, dtype):
+    lengths = [36, 100, 24]
+    q, k, v = (x.to(dtype) for x in normal(170, 3, 2, 72).unbind(1))
+    got = attend("simd", q, k, v, offsets_of(lengths), 100)
+    single = attend("simd", q.float(), k.float(), v.float(), offsets_of(lengths), 100)
+    assert got.is_contiguous() and torch.equal(got, single.to(dtype)) and got[160:].abs().sum() == 0
+    assert resolve_attention("auto", CPU, torch.float16) is ATTENTION_BACKENDS["simd"]
+
+
 @torch.no_grad()
 def test_a_maximum_that_rises_or_falls_is_followed(isa):
     rows, dim = 700, 72
@@ -165,6 +176,7 @@ def test_auto_takes_the_kernel_and_the_tower_is_as_exact_as_with_torchs(isa):
         ({"cu_seqlens": offsets_of([36, 60])}, r"at most 60 patches, got \[0, 36, 96\]"),
         ({"k": normal(60, 3, 72)}, r"k must be \(60, 2, 72\) torch.float32 .* got \(60, 3, 72\)"),
         ({"v": normal(60, 2, 72).bfloat16()}, "v must be .* torch.bfloat16"),
+        ({"q": normal(60, 2, 72).double()}, "q must be .* torch.float32 .* torch.float64"),
         ({"q": normal(60, 2, 72).requires_grad_()}, "q wants a gradient"),
     ],
 )

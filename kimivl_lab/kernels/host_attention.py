@@ -1,6 +1,7 @@
 """Packed attention by our kernels in C: softmax(q k^T / sqrt(d)) v of every image. No score is written to memory.
 
-`amx/attention.c` takes bfloat16, `simd/attention.c` float32.
+`amx/attention.c` computes in bfloat16, `simd/attention.c` in float32, to which it raises operands of half precision:
+torch's attention in bfloat16 takes longer even where the processor has bfloat16 products (`attention__*__bfloat16__*`).
 
 Test: tests/test_amx.py, tests/test_simd.py. Record: attention__*.csv.
 """
@@ -23,14 +24,15 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_s
     Rows past the last offset are not read and become zeros.
 
     Args:
-        name: "amx" for bfloat16, "simd" for float32.
+        name: "amx" for bfloat16, "simd" for float32, bfloat16 and float16.
 
     Raises:
         ValueError: operands of other shapes or dtypes, or that want a gradient; offsets that do not rise from 0 to at
             most L; an image longer than `max_seqlen`.
         BuildError: there are no such kernels on this machine.
     """
-    kernels, dtype = library(name), LIBRARIES[name].dtype
+    kernels, dtypes = library(name), LIBRARIES[name].dtypes
+    dtype = q.dtype if q.dtype in dtypes else dtypes[0]
     rows, heads, d = q.shape
     for operand, x in (("q", q), ("k", k), ("v", v)):
         require_host(operand, x, q.shape, dtype)
@@ -39,7 +41,8 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_s
         raise ValueError(f"there must be heads with channels, got {heads} heads of {d}")
     offsets = cu_seqlens.tolist()  # checked in every call: the kernel reads by address
     longest = max(segment_lengths(offsets, rows, max_seqlen), default=0)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    computed = (x.to(dtypes[0]) for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in computed)
     cu_seqlens = cu_seqlens.contiguous()
     out = empty_rows(rows, heads * d, q.dtype).view(q.shape)
     out[offsets[-1] :].zero_()
@@ -49,4 +52,4 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_s
     memory = (threads, scratch(threads * each).data_ptr(), each)
     if kernels.attention(*inputs, out.data_ptr(), cu_seqlens.data_ptr(), *sizes, *memory):
         raise MemoryError("packed attention: no memory for its list of tasks")
-    return out
+    return out.to(dtype)

@@ -7,7 +7,7 @@ same file, and a file of another user is not loaded. The library is not linked t
 runtime, and the threads, that torch has loaded.
 
     "amx"    Intel's matrix extensions, bfloat16: attention, linear layers, rope
-    "simd"   AVX-512, or AVX2 where there is no AVX-512, float32: attention
+    "simd"   AVX-512, or AVX2 where there is no AVX-512: attention, computed in float32
 
 The environment variable KIMIVL_LAB_ISA (none, avx2, avx512 or amx) is the highest instruction set that is used, so that
 each kernel that a machine can run can be tested on it. It is read once in a process.
@@ -60,13 +60,13 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Library:
-    """C sources under `kimivl_lab.kernels`, the functions they give, the dtype of their operands, and the compiler's
-    flags by instruction set, the one that is preferred first."""
+    """C sources under `kimivl_lab.kernels`, the functions they give, the dtypes that callers may give them, the one
+    that they compute in first, and the compiler's flags by instruction set, the one that is preferred first."""
 
     title: str
     sources: tuple[str, ...]
     functions: Mapping[str, tuple[Any, tuple[Any, ...]]]
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
     flags: Mapping[str, str]
 
 
@@ -96,14 +96,14 @@ LIBRARIES = {
                 ),
             ),
         },
-        torch.bfloat16,
+        (torch.bfloat16,),
         {"amx": f"{_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16"},
     ),
     "simd": Library(
         "AVX kernels",
         ("common.h", "tasks.h", "simd/attention.c"),
         _ATTENTION,
-        torch.float32,
+        (torch.float32, torch.bfloat16, torch.float16),
         {"avx512": f"{_AVX512} -mprefer-vector-width=512", "avx2": _AVX2},
     ),
 }
@@ -117,8 +117,9 @@ def unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | No
     wanted = LIBRARIES[name]
     if device.type != "cpu":
         return f"the {wanted.title} are for CPUs, not for {device.type}"
-    if dtype != wanted.dtype:
-        return f"the {wanted.title} take {str(wanted.dtype).removeprefix('torch.')}, not {dtype}"
+    if dtype not in wanted.dtypes:
+        taken = ", ".join(str(known).removeprefix("torch.") for known in wanted.dtypes)
+        return f"the {wanted.title} take {taken}, not {dtype}"
     found = _load(name)
     return found if isinstance(found, str) else None
 

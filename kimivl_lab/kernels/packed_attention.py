@@ -3,7 +3,7 @@
     "flash_attn"    the flash-attn package's variable-length kernel (CUDA)
     "torch_varlen"  torch.nn.attention.varlen, the same kernel inside torch (CUDA)
     "amx"           this library's kernel for processors with matrix extensions, bfloat16 (CPU)
-    "simd"          this library's kernel for AVX2 and AVX-512, float32 (CPU)
+    "simd"          this library's kernel for AVX2 and AVX-512, which computes in float32 (CPU)
     "sdpa"          scaled_dot_product_attention, once per run of images of equal length: its memory grows with the
                     largest run
 

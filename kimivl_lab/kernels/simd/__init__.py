@@ -1,4 +1,4 @@
-"""A kernel in C for AVX2 and AVX-512, float32: packed attention. One source, compiled for the wider set that is there.
+"""A kernel in C for AVX2 and AVX-512: packed attention in float32. One source, compiled for the wider set there is.
 
-Test: tests/test_simd.py. Record: attention__*__float32__*.csv.
+Test: tests/test_simd.py. Record: attention__*.csv.
 """
