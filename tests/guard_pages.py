@@ -31,9 +31,8 @@ def guarded(numbers, dtype, at_end, align=4):
 
 
 @torch.no_grad()
-def attend_all(name, at_end):
+def attend_all(name, dtype, at_end):
     """Images of 1 to 300 patches."""
-    dtype = library.LIBRARIES[name].dtypes[0]
     vars(host_attention)["scratch"] = lambda nbytes: guarded(nbytes, torch.uint8, at_end, 64)
     vars(host_attention)["empty_rows"] = lambda rows, dim, dtype: guarded(rows * dim, dtype, at_end).view(rows, dim)
     for n in range(1, 301):
@@ -45,6 +44,7 @@ def attend_all(name, at_end):
 
 
 if __name__ == "__main__":
-    attend_all(sys.argv[1], at_end=True)
-    attend_all(sys.argv[1], at_end=False)
+    for dtype in library.LIBRARIES[sys.argv[1]].dtypes:
+        attend_all(sys.argv[1], dtype, at_end=True)
+        attend_all(sys.argv[1], dtype, at_end=False)
     print(library.kernel_isa(sys.argv[1]))

@@ -1,7 +1,7 @@
 """Packed attention by our kernels in C: softmax(q k^T / sqrt(d)) v of every image. No score is written to memory.
 
-`amx/attention.c` computes in bfloat16, `simd/attention.c` in float32, to which it raises operands of half precision:
-torch's attention in bfloat16 takes longer even where the processor has bfloat16 products (`attention__*__bfloat16__*`).
+`amx/attention.c` computes in bfloat16. `simd/attention.c` takes float32 and bfloat16 and computes both in float32: torch's
+attention in bfloat16 takes longer even where the processor has bfloat16 products (`attention__*__bfloat16__*`).
 
 Test: tests/test_amx.py, tests/test_simd.py. Record: attention__*.csv.
 """
@@ -24,7 +24,7 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_s
     Rows past the last offset are not read and become zeros.
 
     Args:
-        name: "amx" for bfloat16, "simd" for float32, bfloat16 and float16.
+        name: "amx" for bfloat16, "simd" for float32 and bfloat16.
 
     Raises:
         ValueError: operands of other shapes or dtypes, or that want a gradient; offsets that do not rise from 0 to at
@@ -41,15 +41,14 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_s
         raise ValueError(f"there must be heads with channels, got {heads} heads of {d}")
     offsets = cu_seqlens.tolist()  # checked in every call: the kernel reads by address
     longest = max(segment_lengths(offsets, rows, max_seqlen), default=0)
-    computed = (x.to(dtypes[0]) for x in (q, k, v))
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in computed)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     cu_seqlens = cu_seqlens.contiguous()
     out = empty_rows(rows, heads * d, q.dtype).view(q.shape)
     out[offsets[-1] :].zero_()
     threads, each = torch.get_num_threads(), kernels.attention_scratch(longest, d)
     inputs = (*(x.data_ptr() for x in (q, k, v)), _Strides(*(x.stride(axis) for x in (q, k, v) for axis in (0, 1))))
-    sizes = (len(offsets) - 1, heads, d, d**-0.5)
+    sizes = (len(offsets) - 1, heads, d, d**-0.5, q.element_size())
     memory = (threads, scratch(threads * each).data_ptr(), each)
     if kernels.attention(*inputs, out.data_ptr(), cu_seqlens.data_ptr(), *sizes, *memory):
         raise MemoryError("packed attention: no memory for its list of tasks")
-    return out.to(dtype)
+    return out

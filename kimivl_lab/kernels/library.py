@@ -7,7 +7,7 @@ same file, and a file of another user is not loaded. The library is not linked t
 runtime, and the threads, that torch has loaded.
 
     "amx"    Intel's matrix extensions, bfloat16: attention, linear layers, rope
-    "simd"   AVX-512, or AVX2 where there is no AVX-512: attention, computed in float32
+    "simd"   AVX-512, or AVX2 where there is no AVX-512, float32 and bfloat16: attention, computed in float32
 
 The environment variable KIMIVL_LAB_ISA (none, avx2, avx512 or amx) is the highest instruction set that is used, so that
 each kernel that a machine can run can be tested on it. It is read once in a process.
@@ -50,7 +50,7 @@ _POINTER, _INT, _LONG, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ct
 _ROWS = _POINTER, _LONG, _INT, _INT  # memory, stride, rows, numbers in a row
 _ATTENTION = {
     "attention_scratch": (_SIZE, (_INT, _INT)),
-    "attention": (_INT, (*6 * (_POINTER,), *3 * (_INT,), ctypes.c_float, _INT, _POINTER, _SIZE)),
+    "attention": (_INT, (*6 * (_POINTER,), *3 * (_INT,), ctypes.c_float, *2 * (_INT,), _POINTER, _SIZE)),
 }
 
 
@@ -60,8 +60,8 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Library:
-    """C sources under `kimivl_lab.kernels`, the functions they give, the dtypes that callers may give them, the one
-    that they compute in first, and the compiler's flags by instruction set, the one that is preferred first."""
+    """C sources under `kimivl_lab.kernels`, the functions they give, the dtypes of their operands, and the compiler's
+    flags by instruction set, the one that is preferred first."""
 
     title: str
     sources: tuple[str, ...]
@@ -103,7 +103,7 @@ LIBRARIES = {
         "AVX kernels",
         ("common.h", "tasks.h", "simd/attention.c"),
         _ATTENTION,
-        (torch.float32, torch.bfloat16, torch.float16),
+        (torch.float32, torch.bfloat16),
         {"avx512": f"{_AVX512} -mprefer-vector-width=512", "avx2": _AVX2},
     ),
 }
@@ -118,7 +118,7 @@ def unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | No
     if device.type != "cpu":
         return f"the {wanted.title} are for CPUs, not for {device.type}"
     if dtype not in wanted.dtypes:
-        taken = ", ".join(str(known).removeprefix("torch.") for known in wanted.dtypes)
+        taken = " and ".join(str(known).removeprefix("torch.") for known in wanted.dtypes)
         return f"the {wanted.title} take {taken}, not {dtype}"
     found = _load(name)
     return found if isinstance(found, str) else None

@@ -20,6 +20,7 @@ typedef struct {
   void *out;  // (rows, heads, d), contiguous
   int heads, d;
   float scale;
+  int bytes;  // of a number: 4 for float32, 2 for bfloat16
 } problem;
 
 typedef struct {
@@ -50,13 +51,13 @@ static int cut_tasks(const int32_t *offsets, int images, int heads, int threads,
 // Attention of one task's queries. scratch: of this thread, aligned to 64.
 static void attend(const problem *p, const task *t, char *scratch);
 
-// q, k, v (rows, heads, d) with strides (row, head) each; offsets (images + 1,); scratch: `each` bytes a thread,
-// aligned to 64. Rows that belong to no image are not written. Returns 0, or -1 when there is no memory.
+// q, k, v (rows, heads, d) with strides (row, head) each, of numbers of `bytes`; offsets (images + 1,); scratch: `each`
+// bytes a thread, aligned to 64. Rows that belong to no image are not written. Returns 0, or -1 when there is no memory.
 EXPORT int attention(const void *q, const void *k, const void *v, const int64_t *strides, void *out,
-                     const int32_t *offsets, int images, int heads, int d, float scale, int threads, char *scratch,
-                     size_t each) {
+                     const int32_t *offsets, int images, int heads, int d, float scale, int bytes, int threads,
+                     char *scratch, size_t each) {
   const problem p = {{q, strides[0], strides[1]}, {k, strides[2], strides[3]}, {v, strides[4], strides[5]}, out, heads,
-                     d, scale};
+                     d, scale, bytes};
   const int count = cut_tasks(offsets, images, heads, threads, SIDE, NULL);
   task *tasks = malloc(sizeof(task) * (count + 1));
   if (!tasks) return -1;

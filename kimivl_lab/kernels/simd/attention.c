@@ -1,4 +1,5 @@
-// softmax(q k^T / sqrt(d)) v of every image and head, float32, in vectors. Nothing of size n x n is written.
+// softmax(q k^T / sqrt(d)) v of every image and head, in vectors of float32. Nothing of size n x n is written. Operands in
+// bfloat16 are raised where they are packed, and the result is rounded where it is written.
 //
 // It works on transposes: S^T = K Q^T, then O^T = V^T P^T. So a query is a lane of a vector: the softmax's maximum and
 // sum need no sum across lanes, any d fills whole vectors, and padding is at most WIDTH - 1 queries an image. Both
@@ -110,14 +111,35 @@ INLINE __m256i lanes(int n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
+// The first n of 8 numbers of 4 or 2 bytes, and zeros; n as in `lanes`.
+INLINE __m256 load_numbers(const char *from, int n, int bytes) {
+  if (bytes == 4) return _mm256_maskload_ps((const float *)from, lanes(n));
+  __m128i x = _mm_setzero_si128();
+  if (n > 0) memcpy(&x, from, n < 8 ? 2 * n : 16);
+  return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16);
+}
+
+// The first n of x, n > 0, rounded to the nearest, of two to the even one.
+INLINE void store_numbers(char *to, __m256 x, int n, int bytes) {
+  if (bytes == 4) {
+    _mm256_maskstore_ps((float *)to, lanes(n), x);
+    return;
+  }
+  const __m256i b = (__m256i)x, odd = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
+  __m256i y = _mm256_srli_epi32(_mm256_add_epi32(b, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  y = _mm256_blendv_epi8(y, _mm256_set1_epi32(0x7fc0), (__m256i)_mm256_cmp_ps(x, x, _CMP_UNORD_Q));  // NaN stays NaN
+  const __m128i z = _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+  memcpy(to, &z, n < 8 ? 2 * n : 16);
+}
+
 // Q^T (d, SIDE) of n queries; the lanes from there to `padded` are zeros.
-INLINE void pack_queries(const float *q, ptrdiff_t row, int n, int padded, int d, float *to) {
+INLINE void pack_queries(const char *q, ptrdiff_t row, int bytes, int n, int padded, int d, float *to) {
   for (int g = 0; g < padded; g += 8)
     for (int c = 0; c < d; c += 8) {
       __m256 x[8];
       for (int i = 0; i < 8; i++) {
         const int there = g + i < n;
-        x[i] = _mm256_maskload_ps(there ? q + (g + i) * row + c : q, lanes(there ? d - c : 0));
+        x[i] = load_numbers(there ? q + ((g + i) * row + c) * bytes : q, there ? d - c : 0, bytes);
       }
       transpose(x);
       for (int i = 0; i < 8; i++) _mm256_store_ps(to + (c + i) * SIDE + g, x[i]);
@@ -125,25 +147,25 @@ INLINE void pack_queries(const float *q, ptrdiff_t row, int n, int padded, int d
 }
 
 // One image's rows of K or V, from strided to (rows, wide): numbers past d are zeros, rows past n are like the last.
-INLINE void pack_rows(const operand *x, const task *t, int d, int wide, int rows, float *to) {
-  const float *from = (const float *)x->data + t->start * x->row + t->head * x->head;
+INLINE void pack_rows(const operand *x, const task *t, int bytes, int d, int wide, int rows, float *to) {
+  const char *from = (const char *)x->data + (t->start * x->row + t->head * x->head) * bytes;
   for (int r = 0; r < rows; r++, to += wide) {
-    for (int i = 0; i < d; i += 16) _mm_prefetch((const char *)(from + 8 * x->row + i), _MM_HINT_T0);
-    memcpy(to, from, d * sizeof *to);
+    for (int i = 0; i < d * bytes; i += 64) _mm_prefetch(from + 8 * x->row * bytes + i, _MM_HINT_T0);
+    for (int c = 0; c < d; c += 8) _mm256_maskstore_ps(to + c, lanes(d - c), load_numbers(from + c * bytes, d - c, bytes));
     memset(to + d, 0, (wide - d) * sizeof *to);
-    if (r < t->n - 1) from += x->row;
+    if (r < t->n - 1) from += x->row * bytes;
   }
 }
 
 // O^T / sum becomes n rows of the result.
-INLINE void write_rows(const float *o, const float *sum, float *out, ptrdiff_t row, int n, int d) {
+INLINE void write_rows(const float *o, const float *sum, char *out, ptrdiff_t row, int bytes, int n, int d) {
   for (int g = 0; g < n; g += 8) {
     const __m256 share = _mm256_set1_ps(1) / _mm256_loadu_ps(sum + g);
     for (int c = 0; c < d; c += 8) {
       __m256 x[8];
       for (int i = 0; i < 8; i++) x[i] = _mm256_load_ps(o + (c + i) * SIDE + g) * share;
       transpose(x);
-      for (int i = 0; i < 8 && g + i < n; i++) _mm256_maskstore_ps(out + (g + i) * row + c, lanes(d - c), x[i]);
+      for (int i = 0; i < 8 && g + i < n; i++) store_numbers(out + ((g + i) * row + c) * bytes, x[i], d - c, bytes);
     }
   }
 }
@@ -191,13 +213,13 @@ INLINE void attend_run(block *b, const float *keys, const float *values, float *
 }
 
 INLINE void attend_heads_of(const problem *p, const task *t, char *scratch, const int d) {
-  const int wide = up(d, ROWS);
+  const int wide = up(d, ROWS), bytes = p->bytes;
   float *scores = (float *)scratch, *queries = scores + RUN * SIDE, *o = queries + GROUP * up(d, 8) * SIDE;
   float *keys = o + GROUP * up(wide, 8) * SIDE, *values = keys + (size_t)up(t->n, ROWS) * d;
-  pack_rows(&p->k, t, d, d, up(t->n, ROWS), keys);
-  pack_rows(&p->v, t, d, wide, t->n, values);
-  const float *q = (const float *)p->q.data + t->start * p->q.row + t->head * p->q.head;
-  float *out = (float *)p->out + ((ptrdiff_t)t->start * p->heads + t->head) * d;
+  pack_rows(&p->k, t, bytes, d, d, up(t->n, ROWS), keys);
+  pack_rows(&p->v, t, bytes, d, wide, t->n, values);
+  const char *q = (const char *)p->q.data + (t->start * p->q.row + t->head * p->q.head) * bytes;
+  char *out = (char *)p->out + ((ptrdiff_t)t->start * p->heads + t->head) * d * bytes;
   const float scale = p->scale * LOG2_E;
   const ptrdiff_t out_row = (ptrdiff_t)p->heads * d;
   const int vectors = ceil_div(t->last - t->first, WIDTH), blocks = ceil_div(vectors, COLUMNS);
@@ -209,7 +231,7 @@ INLINE void attend_heads_of(const problem *p, const task *t, char *scratch, cons
       block *b = group + i;
       *b = (block){t->first + from * WIDTH, (to - from) * WIDTH, to - from, queries + i * up(d, 8) * SIDE,
                    o + i * up(wide, 8) * SIDE};
-      pack_queries(q + b->first * p->q.row, p->q.row, t->last - b->first, b->n, d, b->queries);
+      pack_queries(q + b->first * p->q.row * bytes, p->q.row, bytes, t->last - b->first, b->n, d, b->queries);
       if (b->n > t->last - b->first) b->n = t->last - b->first;
       for (int lane = 0; lane < SIDE; lane++) b->top[lane] = -FLT_MAX;
       memset(b->o, 0, (size_t)wide * SIDE * sizeof *o);
@@ -226,7 +248,8 @@ INLINE void attend_heads_of(const problem *p, const task *t, char *scratch, cons
 #endif
       }
     }
-    for (block *b = group; b < group + count; b++) write_rows(b->o, b->sum, out + b->first * out_row, out_row, b->n, d);
+    for (block *b = group; b < group + count; b++)
+      write_rows(b->o, b->sum, out + b->first * out_row * bytes, out_row, bytes, b->n, d);
   }
 }
 
