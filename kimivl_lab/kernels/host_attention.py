@@ -1,7 +1,7 @@
 """Packed attention by our kernels in C: softmax(q k^T / sqrt(d)) v of every image. No score is written to memory.
 
-`amx/attention.c` computes in bfloat16. `simd/attention.c` takes float32 and bfloat16 and computes both in float32: torch's
-attention in bfloat16 takes longer even where the processor has bfloat16 products (`attention__*__bfloat16__*`).
+`amx/attention.c` computes in bfloat16. `simd/attention.c` takes float32 and bfloat16 and computes both in float32, for
+torch's attention in bfloat16 takes longer even where the processor has bfloat16 products (attention__*__bfloat16__*).
 
 Test: tests/test_amx.py, tests/test_simd.py. Record: attention__*.csv.
 """

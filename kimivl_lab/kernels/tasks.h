@@ -52,7 +52,7 @@ static int cut_tasks(const int32_t *offsets, int images, int heads, int threads,
 static void attend(const problem *p, const task *t, char *scratch);
 
 // q, k, v (rows, heads, d) with strides (row, head) each, of numbers of `bytes`; offsets (images + 1,); scratch: `each`
-// bytes a thread, aligned to 64. Rows that belong to no image are not written. Returns 0, or -1 when there is no memory.
+// bytes a thread, aligned to 64. Rows of no image are not written. Returns 0, or -1 when there is no memory.
 EXPORT int attention(const void *q, const void *k, const void *v, const int64_t *strides, void *out,
                      const int32_t *offsets, int images, int heads, int d, float scale, int bytes, int threads,
                      char *scratch, size_t each) {

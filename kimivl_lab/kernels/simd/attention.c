@@ -1,5 +1,5 @@
-// softmax(q k^T / sqrt(d)) v of every image and head, in vectors of float32. Nothing of size n x n is written. Operands in
-// bfloat16 are raised where they are packed, and the result is rounded where it is written.
+// softmax(q k^T / sqrt(d)) v of every image and head, in vectors of float32. Nothing of size n x n is written. bfloat16 is
+// raised where operands are packed, and the result is rounded where it is written.
 //
 // It works on transposes: S^T = K Q^T, then O^T = V^T P^T. So a query is a lane of a vector: the softmax's maximum and
 // sum need no sum across lanes, any d fills whole vectors, and padding is at most WIDTH - 1 queries an image. Both
@@ -151,7 +151,8 @@ INLINE void pack_rows(const operand *x, const task *t, int bytes, int d, int wid
   const char *from = (const char *)x->data + (t->start * x->row + t->head * x->head) * bytes;
   for (int r = 0; r < rows; r++, to += wide) {
     for (int i = 0; i < d * bytes; i += 64) _mm_prefetch(from + 8 * x->row * bytes + i, _MM_HINT_T0);
-    for (int c = 0; c < d; c += 8) _mm256_maskstore_ps(to + c, lanes(d - c), load_numbers(from + c * bytes, d - c, bytes));
+    for (int c = 0; c < d; c += 8)
+      _mm256_maskstore_ps(to + c, lanes(d - c), load_numbers(from + c * bytes, d - c, bytes));
     memset(to + d, 0, (wide - d) * sizeof *to);
     if (r < t->n - 1) from += x->row * bytes;
   }
