@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kimivl_lab.measure.records import FILE_NAME, Recorder, find_record, read_re
 
 MEASUREMENTS = Path(__file__).resolve().parents[1] / "data" / "measurements"
 COLUMNS = ["case", "variant", "latency_ms_p50", "traffic_share", "relative_error", "note"]
+LESSON_95 = 'device="cpu-intel-*", dtype="bfloat16"'  # its names
 ROW = {"case": "photo", "variant": "sdpa", "latency_ms_p50": 1.25, "traffic_share": 0.5, "relative_error": 0.0}
 
 
@@ -158,3 +160,16 @@ def test_the_record_that_fits_this_machine_best_is_found(tmp_path, monkeypatch):
     kept("cpu-b", "20240101")  # newer, from a time before records named their instruction set
     kept("cpu-c", "20220101", isa=instruction_set())
     kept(device_slug("cpu"), "20200101", isa="another")  # this processor itself
+
+
+def test_a_record_that_a_lesson_prints_is_the_same_on_every_machine():
+    """nbval compares printed outputs. Where a lesson only draws a record, the one that fits the machine is shown."""
+    root, only_drawn, calls = MEASUREMENTS.parents[1], {"graphs", "parallel"}, 0
+    for path in (*root.glob("notebooks/text/**/*.py"), *root.glob("kimivl_lab/lessons/*.py")):
+        for call in re.findall(r"find_record\((\".*)\)", path.read_text("utf-8").replace("**names", LESSON_95)):
+            benchmark = call.split('"')[1]
+            given = {"device": "*", "dtype": "*"} | dict(re.findall(r'(device|dtype)="([^"]*)"', call))
+            found = list(MEASUREMENTS.glob(f"{benchmark}__{given['device']}__{given['dtype']}__*.csv"))
+            assert len(found) == 1 or benchmark in only_drawn, f"{path.name}: {call} chooses between {found}"
+            calls += 1
+    assert calls >= 10

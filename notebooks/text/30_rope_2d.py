@@ -481,12 +481,12 @@ compare(Comparison(complex_guess, predicted=over["complex"], measured=ratio))
 # %% [markdown]
 # ## Measure: predicted against recorded
 #
-# A recorded run on a server's CPU has larger grids, and one more way: the library's kernel in C,
-# which does everything in one pass. By bytes, `in_place` and this kernel stand at the floor. The
-# table shows times over the floor, by patches of the batch.
+# A recorded run on a server's CPU with AMX has larger grids, and one more way: the library's
+# kernel in C, which does everything in one pass. By bytes, `in_place` and this kernel stand at
+# the floor. The table shows times over the floor, by patches of the batch.
 
 # %%
-record = find_record("rope", data_path("measurements"), device="cpu-*", dtype="bfloat16")
+record = find_record("rope", data_path("measurements"), device="cpu-intel-*", dtype="bfloat16")
 records, origin = read_record(record)
 names = {"real": "real", "complex": "complex", "in_place": "in place", "amx": "one pass in C"}
 print("over the floor   by bytes", *(f"{line['patches']:7,.0f}" for line in records[::4]))

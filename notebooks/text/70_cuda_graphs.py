@@ -423,9 +423,10 @@ plt.show()
 
 # %% [markdown]
 # *How to read it:* left, below 1 the graph is faster. Full budgets gain little on a CPU, and
-# padding soon costs more. Half-full budgets approach twice the time. (The record is older than
-# the cut of the padding into several segments.) Right, the time of one capture divided by what
-# one full replay saves. Where the spreads of eager and replay overlap, no saving is known.
+# padding soon costs more. Half-full budgets approach twice the time. (November's record is
+# older than the cut of the padding into several segments.) Right, the time of one capture divided
+# by what one full replay saves. Where the spreads of eager and replay overlap, no saving is
+# known.
 #
 # ## Budgets: rows, and the price of a replay
 #
