@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -273,6 +274,19 @@ def test_two_runs_are_compared_only_if_their_load_is_the_same(stub, tmp_path, ca
     assert cli.main(["ttft", "--compare", *pairs]) == 0
     told = capsys.readouterr().out
     assert "B is slower (by the mean of 60 requests" in told and "each pair" in told  # the two pairs are the same
+
+
+def test_one_pair_of_runs_shows_a_large_difference_only(stub, tmp_path, capsys):
+    _, url = stub(delay=0.1)
+    assert measure(url, tmp_path / "a", "--rate", "30", requests=30) == 0
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    lines = [json.loads(line) for line in (tmp_path / "a" / "requests.jsonl").read_text().splitlines()]
+    slower = [json.dumps(line | {"ttft_ms": 1.1 * line["ttft_ms"]}) for line in lines]
+    (tmp_path / "b" / "requests.jsonl").write_text("\n".join(slower) + "\n")
+    for more, verdict in ((), "no difference shown"), (("--margin", "0.03"), "B is slower"):
+        capsys.readouterr()
+        assert cli.main(["ttft", "--compare", str(tmp_path / "a"), str(tmp_path / "b"), *more]) == 0
+        assert f"{verdict} (by the mean of 30 requests" in capsys.readouterr().out
 
 
 def test_several_pairs_show_what_the_server_does_and_not_what_its_machine_does():

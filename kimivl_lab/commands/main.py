@@ -196,8 +196,8 @@ def _add_ttft(commands: Any) -> None:
     add("--show", type=Path, metavar="DIR", help="summarise a run, also one that was killed")
     pairs = "say whether two servers differ, from runs of the same load; several pairs as A B A B ..."
     add("--compare", type=Path, nargs="+", metavar="DIR", help=pairs)
-    least = "with --compare: the least ratio that counts as a difference, 0.03 for 3 %% (default: 0.03)"
-    add("--margin", type=_above_zero, default=0.03, metavar="M", help=least)
+    least = "with --compare: the least difference that counts, 0.03 for 3 %% (default: 0.03, and 0.15 for one pair)"
+    add("--margin", type=_above_zero, metavar="M", help=least)
 
 
 def _add_sizes(command: Any) -> None:
