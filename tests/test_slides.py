@@ -136,7 +136,7 @@ def test_no_notebook_of_that_name(tmp_path, capsys):
 def decks(browser, tmp_path_factory):
     out = tmp_path_factory.mktemp("slides")
     assert main(["--out", str(out)]) == 0
-    return sorted(out.glob("*.html"))
+    return sorted(out.glob("[0-9]*.html"))
 
 
 OUTSIDE = """slides.flatMap((slide, index) => {
@@ -147,6 +147,13 @@ OUTSIDE = """slides.flatMap((slide, index) => {
   const small = Number(slide.style.getPropertyValue("--fit")) < 0.6;
   return cut.length || small ? [`${index + 1} ${cut.map((e) => e.className || e.tagName)}`] : [];
 })"""
+
+
+def test_the_index_leads_to_every_deck(browser, decks):
+    browser.open(decks[0].with_name("index.html"), width=390)
+    links = browser.value("[...document.querySelectorAll('a')].map(a => a.getAttribute('href'))")
+    assert links == [deck.name for deck in decks] and browser.problems == []
+    assert browser.value("document.documentElement.scrollWidth") <= 390
 
 
 @pytest.mark.parametrize("size", [(1280, 720), (1024, 768)], ids=["16:9", "4:3"])
@@ -201,3 +208,16 @@ def test_a_deck_is_printed_one_slide_a_page(browser, decks):
     browser.open(decks[0])
     assert len(re.findall(rb"/Type\s*/Page\b", pdf)) == browser.value("slides.length")
     assert set(re.findall(rb"/MediaBox\s*\[([^\]]*)\]", pdf)) == {b"0 0 960 540"}
+
+
+def test_notes_that_are_shown_are_printed_behind_each_slide(browser, decks):
+    def pages():
+        printed = browser.call("Page.printToPDF", preferCSSPageSize=True, printBackground=True)["data"]
+        return len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(printed)))
+
+    browser.open(decks[0])
+    slides, notes = browser.value("[slides.length, notes.filter(e => e.textContent.trim()).length]")
+    assert pages() == slides
+    browser.press("n", "n")
+    assert pages() >= slides + notes
+    browser.press("n", "n")

@@ -4,7 +4,7 @@
 
 One deck is one HTML file, which needs no network. Each figure, each guess and each blank of the lesson becomes a slide;
 of the text, formulas, tables, lists, and the sentences with words in bold do. The notes hold the whole text, and the
-answers of the solutions. Keys: arrows turn, N shows the notes, F fills the screen.
+answers of the solutions. Keys: arrows turn, N shows the notes, F fills the screen. `index.html` lists the decks.
 
 Test: tests/test_slides.py.
 """
@@ -311,11 +311,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     program = find_chromium() if options.pdf else None
     if options.pdf and program is None:
         print("no PDF: Chromium is not installed; a browser prints each deck")
+    decks = []
     for path in paths:
         solution = path.parent / "solutions" / f"{path.stem}__SOLUTION.ipynb"
         file, slides = write_deck(path, solution if solution.exists() else None, options.out)
         pdf = f", {print_pdf(program, file).name}" if program else ""
         print(f"{file}{pdf}: {len(slides)} slides")
+        decks.append((path.stem, slides[0].title, len(slides), program is not None))
+    index = options.out / "index.html"
+    index.write_text(render("decks.html.j2", ("style.css",), "slides.js", decks=decks), encoding="utf-8")
+    print(index)
     return 0
 
 
