@@ -110,3 +110,7 @@ def _threads() -> Requirement:
     threads, cores = torch.get_num_threads(), usable_cores()
     cure = f"set OMP_NUM_THREADS={cores} and start Jupyter again"
     return Requirement("cores for all threads", threads <= cores, f"{threads} on {cores} cores", cure)
+
+
+if __name__ == "__main__":
+    print_environment()
