@@ -78,7 +78,7 @@ def test_the_price_is_predicted_given_or_measured():
     assert Server.of(parsed()).replay_cost == REPLAY_COST
     assert Server.of(parsed("--gpu", "RTX 4090")).replay_cost == 31
     assert Server.of(parsed("--replay-cost-rows", "0")).replay_cost == 0
-    (record,) = data_path("measurements").glob("graphs__*.csv")
+    record = next(data_path("measurements").glob("graphs__*.csv"))
     measured = Server.of(parsed("--costs", str(record)))
     assert measured.replay_cost_source.startswith("measured") and measured.replay_cost < REPLAY_COST
     with pytest.raises(ValueError, match="unknown GPU"):

@@ -198,6 +198,7 @@ def test_the_engine_step_needs_a_vllm_for_the_device_and_this_library_beside_it(
 
     monkeypatch.setattr(gpu_ready, "ROOT", tmp_path)  # without .engine-venv
     step, environment = STEPS[-1], tmp_path / ".engine-venv" / "bin"
+    monkeypatch.chdir(tmp_path)  # the project's folder has this library's entry point
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     python = tmp_path / "python"

@@ -43,8 +43,8 @@ def test_only_replays_of_full_budgets_count():
 
 def test_the_kept_record_gives_a_price():
     """On a CPU a replay is cheap: some rows of a small tower, not hundreds."""
-    (path,) = data_path("measurements").glob("graphs__*.csv")
-    assert 0 <= measured_replay_cost(read_record(path)[0]) < 50
+    paths = list(data_path("measurements").glob("graphs__*.csv"))
+    assert paths and all(0 <= measured_replay_cost(read_record(path)[0]) < 50 for path in paths)
 
 
 @pytest.mark.parametrize(

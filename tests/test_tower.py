@@ -1,5 +1,7 @@
 """Packing, metadata and counts of the tower (faults D, E, F and the invariants behind them)."""
 
+from itertools import chain
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from kimivl_lab import (
     split_image_features,
 )
 from kimivl_lab.geometry import as_grid_list, patch_counts
-from kimivl_lab.moonvit.layers import OPTION_NAMES
+from kimivl_lab.moonvit.layers import SWITCHES
 from kimivl_lab.moonvit.merger import patch_merger_packed
 from tests.conftest import MIXED_GRIDS, pixels_for, relative_error, tiny_encoder, tiny_tower
 
@@ -33,11 +35,12 @@ def encode(tower, pixels, grids):
         return tower(pixels, grids)
 
 
-@pytest.mark.parametrize("switch", OPTION_NAMES)
+@pytest.mark.parametrize("switch", SWITCHES)
 def test_an_option_that_no_device_knows_is_refused_before_any_forward(tower, switch):
-    for known in OPTION_NAMES[switch]:
+    names = list(chain(*SWITCHES[switch]))
+    for known in names:
         assert getattr(tiny_tower(options=EncoderOptions(**{switch: known})).options, switch) == known
-    with pytest.raises(ValueError, match=f"unknown {switch} 'fastest': one of .*{OPTION_NAMES[switch][-1]}"):
+    with pytest.raises(ValueError, match=f"unknown {switch} 'fastest': one of .*{names[-1]}"):
         tiny_tower(options=EncoderOptions(**{switch: "fastest"}))
     before = tower.options
     with pytest.raises(ValueError, match="'fastest'"):

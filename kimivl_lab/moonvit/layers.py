@@ -9,9 +9,10 @@ Test: tests/test_tower.py, tests/test_parity.py, tests/test_compute.py, tests/te
 Record: encoder__*.csv.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -39,19 +40,20 @@ from .attention import ATTENTION_BACKENDS, PackedAttention, resolve_attention
 from .metadata import EncoderMetadata
 from .position import POSITION_OPERATORS
 
-OPTION_NAMES = {
-    "attention": ("auto", *ATTENTION_BACKENDS),
-    "position": (*POSITION_OPERATORS, "cached"),
-    "rope": ("auto", *ROPE_IMPLEMENTATIONS),
-    "linear": ("auto", "plain", *PACKED_KERNELS),
-    "compute": ("auto", "weights", "float32"),
-    "weights": ("checked", "announced"),
+SWITCHES: dict[str, tuple[Iterable[str], ...]] = {
+    "attention": (("auto",), ATTENTION_BACKENDS),
+    "position": (("cached",), POSITION_OPERATORS),
+    "rope": (("auto",), ROPE_IMPLEMENTATIONS),
+    "linear": (("auto", "plain"), PACKED_KERNELS),
+    "compute": (("auto", "weights", "float32"),),
+    "weights": (("checked", "announced"),),
 }
 
 
 def check_names(options: EncoderOptions) -> None:
     """ValueError for a name that no device knows. Whether one runs on the tower's device shows at its first forward."""
-    for switch, known in OPTION_NAMES.items():
+    for switch, names in SWITCHES.items():
+        known = list(chain(*names))  # an implementation of your own may have been added to its table
         if (name := getattr(options, switch)) not in known:
             raise ValueError(f"unknown {switch} {name!r:.200}: one of {', '.join(known)}")
 
