@@ -201,3 +201,12 @@ def test_a_fit_has_no_negative_coefficient():
 def test_what_cannot_be_simulated_is_refused(wrong, named):
     with pytest.raises(ValueError, match=named):
         wrong()
+
+
+@pytest.mark.parametrize("stage", ["encode", "language", "prepare"])
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -0.5])
+def test_a_stage_that_takes_no_time_that_can_be_is_refused(stage, seconds):
+    """With a time that is not a number the clock never reached the second arrival: a loop without end."""
+    stages = replace(Stages(CallCost(0.1), CallCost(0.1)), **{stage: lambda items: seconds})
+    with pytest.raises(ValueError, match=f"0 s or more, got {seconds}"):
+        simulate([Job(0.0, (4,))], stages)

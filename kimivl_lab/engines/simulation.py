@@ -234,7 +234,7 @@ def simulate(jobs: Sequence[Job], stages: Stages, limits: Limits = Limits(), ran
 
     Raises:
         ValueError: no requests; a size, limit or number of ranks that is not positive; an arrival that is not a number;
-            without chunks a prompt that no step holds.
+            without chunks a prompt that no step holds; a stage whose time is negative or not a number.
     """
     _check(jobs, limits, ranks)
     order = sorted(range(len(jobs)), key=lambda place: jobs[place].arrival)
@@ -242,7 +242,7 @@ def simulate(jobs: Sequence[Job], stages: Stages, limits: Limits = Limits(), ran
     free = -math.inf
     for place in order:
         start = max(free, jobs[place].arrival)
-        free = start + stages.prepare(jobs[place].pixels or jobs[place].images)
+        free = _later(start, stages.prepare(jobs[place].pixels or jobs[place].images))
         prepares.append((start, free))
         offsets = list(accumulate(jobs[place].images, initial=0))
         coming.append(_Progress(jobs[place], place, free, offsets=offsets))
@@ -261,8 +261,8 @@ def simulate(jobs: Sequence[Job], stages: Stages, limits: Limits = Limits(), ran
             waiting.append(coming.popleft())
         chunks = _plan(running, waiting, limits, encoder_tokens)
         images = [image for _, _, own in chunks for image in own]
-        encode_end = now + _encode(images, stages, ranks)
-        end = encode_end + stages.language([tokens for _, tokens, _ in chunks])
+        encode_end = _later(now, _encode(images, stages, ranks))
+        end = _later(encode_end, stages.language([tokens for _, tokens, _ in chunks]))
         steps.append(Step(now, encode_end, end, tuple(images), tuple(tokens for _, tokens, _ in chunks)))
         for one, tokens, own in chunks:
             if not one.computed and not one.encoded:
@@ -313,6 +313,12 @@ def _plan(
             break
         running.append(waiting.popleft())
     return chunks
+
+
+def _later(moment: float, seconds: float) -> float:
+    if not 0 <= seconds < math.inf:  # a clock that is not a number would never reach the next arrival
+        raise ValueError(f"a stage must take 0 s or more, got {seconds}")
+    return moment + seconds
 
 
 def _encode(images: list[int], stages: Stages, ranks: int) -> float:
