@@ -361,3 +361,18 @@ def test_too_few_times_are_refused():
         compare_pairs([([1.0] * 30, [1.0] * 30), ([1.0] * 30, [1.0] * 29)])
     with pytest.raises(ValueError, match="no pairs"):
         compare_pairs([])
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:x", "http://127.0.0.1:99999999"])
+def test_what_is_no_address_is_refused_with_a_model_too(tmp_path, capsys, url):
+    assert measure(url, tmp_path / "run", "--model", "kimi-vl") != 0
+    assert "is not an address" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "3"])
+def test_a_folder_of_something_else_is_no_run(tmp_path, capsys, text):
+    (tmp_path / "run.json").write_text(text)
+    (tmp_path / "requests.jsonl").touch()
+    for options in (["--show", str(tmp_path)], ["--compare", str(tmp_path), str(tmp_path)]):
+        assert cli.main(["ttft", *options]) != 0
+        assert "is not of a run" in capsys.readouterr().err

@@ -173,6 +173,10 @@ def _server_side(before: dict[str, float], after: dict[str, float]) -> dict[str,
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Outcome]]:
     """Settings and outcomes of a run, in the order of the requests; a last line that is cut off is left out."""
     settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    needed = ("endpoint", "model", "calibration", *_SAME)
+    if not isinstance(settings, dict) or (missing := [name for name in needed if name not in settings]):
+        lacks = ", ".join(missing) if isinstance(settings, dict) else "settings"
+        raise ValueError(f"{folder / 'run.json'} is not of a run of this command: it lacks {lacks}")
     outcomes = []
     lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):

@@ -75,6 +75,12 @@ class Endpoint:
     def __init__(self, url: str, model: str | None = None, timeout: float = 120, api_key: str | None = None) -> None:
         self.root = re.sub(r"/*(/v1(/models|(/chat)?/completions)?)?/*$", "", url)
         self.name = re.sub(r"//[^/@]*@", "//", self.root)  # without a password, for records and messages
+        try:
+            port = httpx.URL(self.root).port
+            if port is not None and port > 65535:
+                raise httpx.InvalidURL(f"a port is at most 65535, got {port}")
+        except httpx.InvalidURL as error:
+            raise EndpointError(f"{self.name!r} is not an address: {error}") from error
         self.model, self.timeout = model, timeout
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -105,7 +111,7 @@ class Endpoint:
             response = await self.client.get(url, timeout=wait)
         except httpx.TimeoutException as error:
             raise EndpointError(f"{self.name} did not answer in {wait:g} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except httpx.HTTPError as error:
             raise EndpointError(f"no server answers at {self.name}: {str(error) or type(error).__name__}") from error
         code, name_it = response.status_code, "name the served model with --model"
         if code in (401, 403):
