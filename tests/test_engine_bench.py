@@ -125,8 +125,43 @@ def test_the_ratios_are_to_vllm_and_of_the_requests_that_both_answered():
     for arm, second in (("vllm", times), ("tower", [1.01 * one for one in times])):  # the restarts do not agree
         made.loads[arm, "receipts", "high"][3] = Measured(outcomes(second), {}, [], 20.0)
     *_, tower = made.pooled_rows()
-    assert tower["ttft_high_ratio"] < 1 and tower["note"] == "no difference shown"
+    assert tower["pairs_count"] == 2 and tower["ttft_high_ratio"] > 1 and tower["note"] == "no difference shown"
     assert (tower["ttft_least_ratio"], tower["ttft_most_ratio"]) == (0.8, 1.01)
+
+
+def test_a_load_has_the_interval_of_its_restarts():
+    """Two restarts of a server whose machine changed: 0.7 and 0.9 agree, and do not show that a third is below 1."""
+    made = EngineBench(argparse.Namespace(quick=False, checkpoint=None), Mock(), Path(), {})
+    made.rates, made.different = {"receipts": 2.0}, dict.fromkeys(ARMS, 0.0)
+    times = [100.0 + n for n in range(12)]
+    for restart, ratio in enumerate([0.7, 0.9], start=1):
+        for arm, factor in (("vllm", 1.0), ("tower", ratio)):
+            found = Measured(outcomes([factor * time for time in times]), {}, [], 10.0)
+            made.loads.setdefault((arm, "receipts", "light"), {})[restart] = found
+    _, tower = made.pooled_rows()
+    assert tower["pairs_count"] == 2 and tower["ttft_ratio"] == pytest.approx((0.7 * 0.9) ** 0.5, abs=1e-4)
+    assert tower["ttft_low_ratio"] < 0.1 and tower["ttft_high_ratio"] > 1 and tower["note"] == "no difference shown"
+    for restart, ratio in enumerate([0.79, 0.8, 0.81], start=3):
+        made.loads["vllm", "receipts", "light"][restart] = Measured(outcomes(times), {}, [], 10.0)
+        slower = Measured(outcomes([ratio * time for time in times]), {}, [], 10.0)
+        made.loads["tower", "receipts", "light"][restart] = slower
+    _, tower = made.pooled_rows()
+    assert tower["pairs_count"] == 5 and tower["note"] == "tower is faster"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(["--restarts", "-1"], ["--restarts", "0"], ["--in-token-limit", "0"], ["--minutes", "nan"]),
+        *(["--timeout", "inf"], ["--requests", "-3"], ["--checkpoint", "none"], ["--simulate", "none.csv"]),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_a_server_starts(given, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        engine.main(["--engine-python", sys.executable, "--out", str(tmp_path / "out"), *given])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and given[0] in told and given[1].rstrip("0") in told
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_simulation_of_what_the_model_made_has_no_error():

@@ -11,9 +11,10 @@ several times, in random order. The phases of the record:
     check        answers of an arm that differ from those of "vllm"; in float32 none may, or the arm is not timed
     calibration  requests one at a time: the engine's own clocks of the encoder and of the prefill
     restart      one load on one started server: the same arrivals and pixels for each arm
-    load         the restarts of one load together; ratios are to "vllm", request by request, with a 99 % interval that
-                 knows the requests but not how a machine changes: a difference also needs restarts that agree on it,
-                 whose ratios are between `ttft_least_ratio` and `ttft_most_ratio`
+    load         the restarts of one load together; ratios are to "vllm", with the 99 % interval of `compare_pairs`
+                 over `pairs_count` restarts, whose ratios are between `ttft_least_ratio` and `ttft_most_ratio`. One
+                 pair does not show how a machine changes, two seldom show a difference, five do. (A record without
+                 `pairs_count` has the interval of all requests together.)
 
 and those of `bench.engine_simulation`, which --simulate computes again from the rows of a record, without an engine.
 Times to first token are the client's, from the intended arrival. `encoder_ms`, `prefill_ms` (which contains it) and
@@ -25,6 +26,7 @@ Test: tests/test_engine_bench.py. Record: engine__*.csv.
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import shlex
@@ -47,7 +49,7 @@ import torch
 
 from ..engines.client import SERVER_TTFT, Endpoint, EndpointError, Outcome, run_load
 from ..engines.load import Request, message
-from ..engines.load_statistics import compare
+from ..engines.load_statistics import compare_pairs
 from ..engines.server import ServerError, free_port, log_end, own_group, wait_for_health
 from ..kimi_vl.random_checkpoint import write_random_checkpoint
 from ..measure.records import Recorder, read_record
@@ -88,7 +90,7 @@ COLUMNS = (
     *("ttft_p99_low_ms", "ttft_p99_high_ms", "encoder_ms", "encoder_share", "outside_ms", *_SUMS),
     *("ttft_ratio", "ttft_low_ratio", "ttft_high_ratio", "ttft_p99_ratio", "ttft_least_ratio", "ttft_most_ratio"),
     *("encoder_ratio", "encoder_low_ratio", "encoder_high_ratio"),
-    *("ranks_count", "batched_tokens", "error_ratio", "relative_error", "note"),
+    *("ranks_count", "batched_tokens", "error_ratio", "relative_error", "note", "pairs_count"),
 )
 
 
@@ -368,20 +370,20 @@ class EngineBench:
                 yield row
                 continue
             pairs = [answered_by_both(others[restart], parts[restart]) for restart in both]
-            base, own = ([one for pair in pairs for one in pair[side]] for side in (0, 1))
-            if len(own) >= _PAIRS:
-                told = compare(base, own)
+            pairs = [pair for pair in pairs if pair[0]]
+            if sum(len(base) for base, _ in pairs) >= _PAIRS:
+                told = compare_pairs(pairs)
                 ratio = told["mean"].ratio
                 row |= {"ttft_ratio": round(ratio.value, 4), "ttft_low_ratio": round(ratio.low, 4)}
                 row |= {"ttft_high_ratio": round(ratio.high, 4)}
                 row["ttft_p99_ratio"] = round(told["P99"].ratio.value, 4)
-                restarts = [sum(second) / sum(first) for first, second in pairs if first]
-                agree = all((one < 1) == (ratio.value < 1) for one in restarts)
-                row["note"] = told["mean"].verdict.replace("B", arm) if agree else "no difference shown"
+                row |= {"note": told["mean"].verdict.replace("B", arm), "pairs_count": len(pairs)}
+                restarts = [sum(own) / sum(base) for base, own in pairs]
                 row |= {"ttft_least_ratio": round(min(restarts), 4), "ttft_most_ratio": round(max(restarts), 4)}
-            base, own = ([one for restart in both for one in of[restart].encoder] for of in (others, parts))
-            if _PAIRS <= len(base) == len(own):
-                ratio = compare(base, own)["mean"].ratio
+            encoders = [(others[restart].encoder, parts[restart].encoder) for restart in both]
+            encoders = [(base, own) for base, own in encoders if base and len(base) == len(own)]
+            if sum(len(base) for base, _ in encoders) >= _PAIRS:
+                ratio = compare_pairs(encoders)["mean"].ratio
                 row |= {"encoder_ratio": round(ratio.value, 4), "encoder_low_ratio": round(ratio.low, 4)}
                 row["encoder_high_ratio"] = round(ratio.high, 4)
             yield row
@@ -523,7 +525,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--start-limit", type=float, default=240, help="seconds of a server's start (%(default)s)")
     parser.add_argument("--simulate", type=Path, metavar="RECORD", help="only simulate, from the rows of a record")
     options = parser.parse_args(arguments)
+    for name in ("minutes", "restarts", "batched_tokens", "requests", "in_token_limit", "timeout", "start_limit"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be a number above 0, got {value}")
+    if options.checkpoint is not None and not options.checkpoint.is_dir():
+        parser.error(f"--checkpoint {options.checkpoint} is not a folder")
     if options.simulate:
+        if not options.simulate.is_file():
+            parser.error(f"--simulate {options.simulate} is not a file")
         return simulate_record(options.simulate, options.out)
     if not Path(options.engine_python).exists():
         parser.error(

@@ -81,15 +81,17 @@ def compare_pairs(
     interval reaches 45 standard deviations of a pair to each side for two pairs, 2.9 for four, 2.1 for five.
 
     Raises:
-        ValueError: no pairs, or a pair that `compare` refuses.
+        ValueError: no pairs, a pair without requests or with other numbers of them, or fewer than 20 in all pairs.
     """
     logs: dict[str, list[float]] = {name: [] for name in STATISTICS}
     drawn: dict[str, list[np.ndarray]] = {name: [] for name in STATISTICS}
+    requests = sum(len(first) for first, _ in pairs)
     for number, (first, second) in enumerate(pairs):
         a, b = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
-        if len(a) != len(b) or len(a) < _BLOCKS:
+        if len(a) != len(b) or not len(a) or requests < _BLOCKS:
             raise ValueError(
-                f"a comparison needs the same {_BLOCKS} or more requests in both runs, got {len(a)} and {len(b)}"
+                f"a comparison needs the same requests in both runs, {_BLOCKS} or more in all, "
+                f"got {len(a)} and {len(b)} in pair {number + 1}, {requests} in all"
             )
         places = _blocks(len(a), seed + number)
         for name, of in STATISTICS.items():
