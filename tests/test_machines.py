@@ -93,6 +93,15 @@ def test_cores_are_those_that_a_container_may_use(limit, cores, tmp_path, monkey
     assert provenance.usable_cores() == cores
 
 
+def test_a_containers_limit_of_memory_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("kimivl_lab.lessons.environment._MEMORY_MAX", tmp_path / "memory.max")
+    monkeypatch.setattr("kimivl_lab.lessons.environment._LEAST_GIB", 0.5)
+    for limit, ok in ((2**28, False), ("max", True)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (one,) = (one for one in environment() if "memory" in one.name)
+        assert one.ok is ok and (one.found == "0.2 GiB") is not ok
+
+
 def test_more_threads_than_cores_are_found_and_the_cure_is_named(monkeypatch):
     monkeypatch.setattr("kimivl_lab.lessons.environment.usable_cores", lambda: 2)
     for threads, ok in ((2, True), (64, False)):

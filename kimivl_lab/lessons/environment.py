@@ -7,6 +7,7 @@ Test: tests/test_lessons.py, tests/test_workshop.py.
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -21,6 +22,7 @@ from ..datasets import repository_root, sample_images
 from ..measure.provenance import usable_cores
 
 _LEAST_GIB = 3
+_MEMORY_MAX = Path("/sys/fs/cgroup/memory.max")  # a container's limit; /proc/meminfo is the whole machine
 _PACKAGES = ("torch", "transformers", "safetensors", "pillow", "numpy", "matplotlib")
 _CURE = "run `make .venv` in the project's folder, then `make lab`"
 
@@ -93,13 +95,15 @@ def _project() -> Requirement:
 
 
 def _memory() -> Requirement:
-    """Memory that is free now, or all of it where the system does not say."""
+    """Memory that is free now, or all of it where the system does not say; at most a container's limit."""
     name, gib = f"{_LEAST_GIB} GiB of memory", None
     with contextlib.suppress(OSError):
         if available := re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii")):
             gib = int(available[1]) / 2**20
     if gib is None and hasattr(os, "sysconf"):  # macOS
         gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        gib = min(gib or math.inf, int(_MEMORY_MAX.read_text("ascii")) / 2**30)
     if gib is None:
         return Requirement(name, True, "not told here", "")
     return Requirement(name, gib >= _LEAST_GIB, f"{gib:.1f} GiB", "close programs")
