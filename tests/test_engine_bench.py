@@ -231,6 +231,17 @@ def test_a_signal_ends_the_run_and_its_server(bench, tmp_path):
     assert of(rows, "capacity") and not of(rows, "restart", variant="tower")
 
 
+def test_a_signal_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with engine._ends_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt), engine._ends_on_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_timed_server_turns_on_the_clock_that_has_no_option(monkeypatch):
     """With modules in the place of vLLM's: the options that its main program parses hold the clock."""
     cli_args, entry, parsed = ModuleType("cli_args"), ModuleType("entry"), []

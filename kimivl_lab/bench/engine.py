@@ -434,7 +434,8 @@ def _ends_on_signals() -> Generator[None]:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, end) for number in numbers}
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, end) for number in heard}
     try:
         yield
     finally:
