@@ -517,7 +517,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--checkpoint", type=Path, help="folder of a Kimi-VL model; a small random one is made otherwise"
     )
     parser.add_argument("--minutes", type=float, default=14, help="of the whole run, about (%(default)s)")
-    parser.add_argument("--restarts", type=int, help="of each arm's server (2, with --quick 1)")
+    parser.add_argument("--restarts", type=int, help="of each arm's server (3, with --quick 1); fewer show no difference")
     parser.add_argument("--batched-tokens", type=int, default=4096, help="--max-num-batched-tokens (%(default)s)")
     parser.add_argument("--requests", type=int, default=16, help="--max-num-seqs (%(default)s)")
     parser.add_argument("--in-token-limit", type=int, help="patches of an image at most (1024 on a CPU, else 4096)")
@@ -540,7 +540,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             f"{options.engine_python} does not exist: `make engine-venv` makes .engine-venv, or name another one"
         )
-    options.restarts = options.restarts or (1 if options.quick else 2)
+    options.restarts = options.restarts or (1 if options.quick else 3)
     options.in_token_limit = options.in_token_limit or (1024 if options.device == "cpu" else 4096)
     sys.exit(measure(options))
 
