@@ -517,7 +517,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--checkpoint", type=Path, help="folder of a Kimi-VL model; a small random one is made otherwise"
     )
     parser.add_argument("--minutes", type=float, default=14, help="of the whole run, about (%(default)s)")
-    parser.add_argument("--restarts", type=int, help="of each arm's server (3, with --quick 1); fewer show no difference")
+    parser.add_argument("--restarts", type=int, help="of each arm's server (3, with --quick 1)")
     parser.add_argument("--batched-tokens", type=int, default=4096, help="--max-num-batched-tokens (%(default)s)")
     parser.add_argument("--requests", type=int, default=16, help="--max-num-seqs (%(default)s)")
     parser.add_argument("--in-token-limit", type=int, help="patches of an image at most (1024 on a CPU, else 4096)")
