@@ -19,7 +19,7 @@ ALONE = Limits(requests=1)
 jobs = st.lists(
     st.builds(
         Job,
-        arrival=st.floats(0, 50),
+        arrival=st.integers(0, 50_000).map(lambda ms: ms / 1000),  # a later one stays later when the load is denser
         images=st.lists(st.integers(1, 300), max_size=3).map(tuple),
         text=st.integers(1, 50),
         new_tokens=st.integers(1, 4),
